@@ -1,0 +1,43 @@
+# Everything a newcomer needs: `make demo` and `make test` set themselves up.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# A CPU build: other ways to get torch may download gigabytes of CUDA. Point TORCH at the build you
+# want, or at nothing to keep the one that the environment has.
+TORCH ?= torch==2.13.0
+WORKERS ?= 2
+
+.PHONY: help setup demo test lint format model clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+
+setup: $(VENV)/.ready  ## virtual environment with torch, Paceline and the tools for tests
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(if $(TORCH),$(BIN)/python -m pip install --quiet "$(TORCH)")
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+demo: setup  ## the main job on the embedded model: where stragglers are, what a cap gains and costs
+	HF_HUB_OFFLINE=1 $(BIN)/paceline demo
+
+test: setup  ## the whole test suite
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+
+lint: setup  ## style, types and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup  ## rewrite the code in the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+model: setup  ## train the demo model again, about 80 minutes on two cores
+	HF_HUB_OFFLINE=1 $(BIN)/python examples/train_demo_model.py all
+
+clean:  ## remove the environment and what the verbs wrote
+	rm -rf $(VENV) paceline-demo .demo-build .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,97 @@
+"""Where things live: which device hosts which expert."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class ExpertPlacement:
+    """Expert -> device, over one id space: the experts as the kernel sees them.
+
+    Make one with `contiguous`, `explicit` or `per_expert`. Hashable, so it can key a cache.
+
+    Attributes:
+        expert_to_device: [experts] device of each expert.
+        num_devices: devices, some of which may host no expert.
+    """
+
+    expert_to_device: tuple[int, ...]
+    num_devices: int
+
+    def __post_init__(self) -> None:
+        if not self.expert_to_device:
+            raise ValueError("expert_to_device=() is not allowed: it has at least 1 expert.")
+        if self.num_devices < 1:
+            raise ValueError(f"num_devices={self.num_devices} is not allowed: it is at least 1.")
+        for expert, device in enumerate(self.expert_to_device):
+            if not 0 <= device < self.num_devices:
+                raise ValueError(
+                    f"expert_to_device[{expert}]={device} is not allowed: "
+                    f"a device is from 0 to {self.num_devices - 1}."
+                )
+
+    @classmethod
+    def contiguous(cls, num_experts: int, num_devices: int) -> ExpertPlacement:
+        """Experts in order over the devices; sizes differ by at most one, larger first.
+
+        Raises:
+            ValueError: unless 1 <= num_devices <= num_experts.
+        """
+        if not 1 <= num_devices <= num_experts:
+            raise ValueError(
+                f"num_devices={num_devices} is not allowed: "
+                f"{num_experts} experts go on 1 to {num_experts} devices."
+            )
+        size, larger = divmod(num_experts, num_devices)
+        sizes = [size + (device < larger) for device in range(num_devices)]
+        return cls(tuple(d for d, n in enumerate(sizes) for _ in range(n)), num_devices)
+
+    @classmethod
+    def explicit(
+        cls,
+        expert_to_device: Sequence[int] | Mapping[int, int],
+        num_devices: int | None = None,
+    ) -> ExpertPlacement:
+        """From a list (or a mapping of all experts) of devices; `num_devices` adds empty ones.
+
+        Raises:
+            ValueError: on a gap in the experts, or a device outside [0, num_devices).
+        """
+        if isinstance(expert_to_device, Mapping):
+            experts = sorted(expert_to_device)
+            if experts != list(range(len(experts))):
+                raise ValueError(
+                    f"expert_to_device has experts {experts}: allowed is every one from 0 up."
+                )
+            expert_to_device = [expert_to_device[expert] for expert in experts]
+        devices = tuple(int(device) for device in expert_to_device)
+        return cls(devices, max(devices, default=0) + 1 if num_devices is None else num_devices)
+
+    @classmethod
+    def per_expert(cls, num_experts: int) -> ExpertPlacement:
+        """Every expert a device of its own: what is meant where no placement is given."""
+        return cls(tuple(range(num_experts)), num_experts)
+
+    @property
+    def num_experts(self) -> int:
+        """Experts, over all devices."""
+        return len(self.expert_to_device)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """[devices] experts on each device."""
+        return tuple(map(len, self._experts))
+
+    def experts_of(self, device: int) -> tuple[int, ...]:
+        """The experts on a device, in order."""
+        return self._experts[device]
+
+    @cached_property
+    def _experts(self) -> tuple[tuple[int, ...], ...]:
+        experts: list[list[int]] = [[] for _ in range(self.num_devices)]
+        for expert, device in enumerate(self.expert_to_device):
+            experts[device].append(expert)
+        return tuple(map(tuple, experts))

@@ -1,0 +1,123 @@
+"""The result of routing: who computes what, and the counts behind it when asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from paceline.routing.candidates import Candidates
+from paceline.routing.pools import TokenPools
+
+
+@dataclass(eq=False)
+class Assignment:
+    """What the experts have to compute.
+
+    The counts below are properties, computed on the device when asked for. Under mode="shadow"
+    the tensors are the model's own choice and the counts say what "enforce" would have done.
+
+    Attributes:
+        topk_ids: [tokens, slots] int64; a dropped or unused slot is `num_experts`, the sentinel.
+        topk_weights: [tokens, slots] in the dtype of the input weights, 0 where nothing is kept.
+        kept: [tokens, slots] bool.
+        num_experts: experts of the layer, E.
+        candidates: what competed, of which `selected` [tokens, slots] bool fits the capacities.
+        pools: the tokens' pools.
+        unit_of_expert: [experts + 1] int64 unit of each expert (the last: none).
+        num_units: units with a capacity.
+        capacity: [pools, units] int64 places; the largest int64 without a cap.
+    """
+
+    topk_ids: Tensor
+    topk_weights: Tensor
+    kept: Tensor
+    num_experts: int
+    candidates: Candidates
+    selected: Tensor
+    pools: TokenPools
+    unit_of_expert: Tensor
+    num_units: int
+    capacity: Tensor
+
+    @cached_property
+    def loads_before(self) -> Tensor:
+        """[pools, units] int64 assignments of the model's own choice."""
+        genuine = self.candidates.genuine
+        return self._loads(genuine.ids, genuine.offered)
+
+    @cached_property
+    def loads_after(self) -> Tensor:
+        """[pools, units] int64 assignments that remain, extras included."""
+        return self._loads(self.candidates.ids, self.selected)
+
+    @cached_property
+    def expert_loads_before(self) -> Tensor:
+        """[experts] int64 assignments of the model's own choice, over all pools."""
+        genuine = self.candidates.genuine
+        return count_experts(genuine.ids, genuine.offered, self.num_experts)
+
+    @cached_property
+    def expert_loads_after(self) -> Tensor:
+        """[experts] int64 assignments that remain, over all pools, extras included."""
+        return count_experts(self.candidates.ids, self.selected, self.num_experts)
+
+    @property
+    def dropped(self) -> Tensor:
+        """0-d int64: assignments of the model's own choice that were lost."""
+        return (self.candidates.genuine.offered & ~self._genuine_selected).sum()
+
+    @property
+    def extras(self) -> Tensor:
+        """0-d int64: assignments gained by expansion."""
+        return self.selected[:, self.candidates.k :].sum()
+
+    @property
+    def gate_mass(self) -> Tensor:
+        """[2] float64: sum of scores (else weights) of the model's choice, and of what is kept."""
+        genuine = self.candidates.genuine
+        mass = genuine.weights if genuine.scores is None else genuine.scores
+        mass = torch.where(genuine.offered, mass, 0).nan_to_num(nan=0.0).double()
+        return torch.stack([mass.sum(), torch.where(self._genuine_selected, mass, 0).sum()])
+
+    @property
+    def gate_mass_kept(self) -> Tensor:
+        """0-d float64: share of the gate mass kept, 1 where there is none. Not a quality figure."""
+        whole, kept = self.gate_mass
+        return torch.where(whole > 0, kept / whole, 1.0)
+
+    @property
+    def _genuine_selected(self) -> Tensor:
+        return self.selected[:, : self.candidates.k]
+
+    def _loads(self, ids: Tensor, counted: Tensor) -> Tensor:
+        group = unit_groups(ids, counted, self.unit_of_expert, self.num_units, self.pools)
+        groups = self.pools.count * self.num_units
+        loads = torch.zeros(groups + 1, dtype=torch.int64, device=ids.device)
+        loads = loads.scatter_add(0, group.flatten(), torch.ones_like(group).flatten())
+        return loads[:-1].view(self.pools.count, self.num_units)
+
+
+def unit_groups(
+    ids: Tensor, counted: Tensor, unit_of_expert: Tensor, num_units: int, pools: TokenPools
+) -> Tensor:
+    """[tokens, slots] int64: pool * num_units + unit of each assignment; pools * units for none."""
+    num_experts = unit_of_expert.shape[0] - 1
+    group = unit_of_expert[torch.where(counted, ids, num_experts)]
+    if pools.of_token is not None:
+        group = group + pools.of_token.unsqueeze(1) * num_units
+    return torch.where(counted, group, pools.count * num_units)
+
+
+def count_experts(ids: Tensor, counted: Tensor | None, num_experts: int) -> Tensor:
+    """[experts] int64: assignments of each expert among `counted` [tokens, slots] bool.
+
+    Ids outside [0, num_experts) are no assignments.
+    """
+    ids = ids.long()
+    in_range = (ids >= 0) & (ids < num_experts)
+    bins = torch.where(in_range if counted is None else in_range & counted, ids, num_experts)
+    loads = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
+    return loads.scatter_add(0, bins.flatten(), torch.ones_like(bins).flatten())[:-1]

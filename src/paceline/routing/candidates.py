@@ -1,0 +1,151 @@
+"""The assignments a token may have: its top-k, and with expansion further experts.
+
+Expanded Drop (He et al., arXiv 2503.05066, section 4.3): before the cap, a token considers
+further experts, so that idle capacity does useful work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from paceline.placement import ExpertPlacement
+from paceline.policy import CapacityPolicy
+from paceline.routing.inputs import RoutingInputs
+from paceline.routing.metrics import KEY_BITS, descending_key, genuine_scores
+from paceline.routing.pools import token_devices
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """Assignments that compete for capacity: slots 0..k-1 genuine, then the extras, best first.
+
+    Attributes:
+        ids: [tokens, slots] int64; meaningless where not offered.
+        weights: [tokens, slots] combine weights.
+        scores: [tokens, slots] float32, None where no scores are known.
+        offered: [tokens, slots] bool: an assignment (in range, of a valid token).
+        k: genuine slots.
+    """
+
+    ids: Tensor
+    weights: Tensor
+    scores: Tensor | None
+    offered: Tensor
+    k: int
+
+    @property
+    def genuine(self) -> Candidates:
+        """The first k slots alone."""
+        k = self.k
+        scores = None if self.scores is None else self.scores[:, :k]
+        return Candidates(self.ids[:, :k], self.weights[:, :k], scores, self.offered[:, :k], k)
+
+    def withdraw(self, keep: Tensor) -> Candidates:
+        """Offer only what is in `keep`, [tokens, slots] bool."""
+        return replace(self, offered=self.offered & keep)
+
+
+def topk_candidates(inputs: RoutingInputs, num_experts: int) -> Candidates:
+    """The model's own choice."""
+    ids = inputs.topk_ids.long()
+    in_range = (ids >= 0) & (ids < num_experts)
+    offered = in_range if inputs.valid is None else in_range & inputs.valid.unsqueeze(1)
+    scores = genuine_scores(inputs, in_range)
+    return Candidates(ids, inputs.topk_weights, scores, offered, ids.shape[1])
+
+
+def expanded_candidates(
+    inputs: RoutingInputs, policy: CapacityPolicy, placement: ExpertPlacement, capped: Tensor
+) -> Candidates:
+    """The model's own choice and, where `capped`, the extras the policy allows.
+
+    An extra's weight is its score times the token's own scale, the sum of the weights over the
+    sum of the scores of its top-k: what the model would have given it.
+
+    Args:
+        inputs: with scores of all experts.
+        policy: with `expand`.
+        placement: of the experts.
+        capped: 0-d bool: whether anything is capped, and so expanded.
+
+    Raises:
+        ValueError: if scores of all experts, or sources that `expand` needs, are missing.
+    """
+    chosen = topk_candidates(inputs, placement.num_experts)
+    if inputs.scores is None:
+        raise ValueError(f"expand={policy.expand!r} needs scores of all experts.")
+    scores = inputs.scores.float()
+    ids = _candidate_ids(inputs, policy, placement, chosen)
+    safe_ids = ids.clamp(max=placement.num_experts - 1)
+    extra_scores = scores.gather(1, safe_ids)
+
+    scale, scalable = _token_scale(chosen)
+    allowed = (
+        (ids < placement.num_experts)
+        & ~extra_scores.isnan()
+        & (extra_scores != -torch.inf)
+        & (scalable & capped).unsqueeze(1)
+        & ~_is_chosen(ids, chosen, placement.num_experts)
+    )
+    if inputs.valid is not None:
+        allowed = allowed & inputs.valid.unsqueeze(1)
+
+    # ids ascend in a row, so a stable sort sends ties to the smaller expert
+    key = torch.where(allowed, descending_key(extra_scores), 1 << KEY_BITS)
+    limit = min(ids.shape[1], policy.expand_limit or ids.shape[1])
+    best = torch.sort(key, dim=1, stable=True).indices[:, :limit]
+    extra_scores = extra_scores.gather(1, best)
+    extra_weights = (extra_scores.double() * scale.unsqueeze(1)).float().to(chosen.weights.dtype)
+    assert chosen.scores is not None
+    return Candidates(
+        ids=torch.cat([chosen.ids, safe_ids.gather(1, best)], 1),
+        weights=torch.cat([chosen.weights, extra_weights], 1),
+        scores=torch.cat([chosen.scores, extra_scores], 1),
+        offered=torch.cat([chosen.offered, allowed.gather(1, best)], 1),
+        k=chosen.k,
+    )
+
+
+def _candidate_ids(
+    inputs: RoutingInputs, policy: CapacityPolicy, placement: ExpertPlacement, chosen: Candidates
+) -> Tensor:
+    """[tokens, candidates] ascending expert ids, num_experts where there is no candidate."""
+    device, num_experts = chosen.ids.device, placement.num_experts
+    largest = max(placement.sizes)
+    if policy.expand == "own_device":
+        rows = [placement.experts_of(d) for d in range(placement.num_devices)]
+        table = torch.tensor(
+            [(*row, *[num_experts] * (largest - len(row))) for row in rows], device=device
+        )
+        own = token_devices(inputs, placement.num_devices, 'expand="own_device"')
+        return table[own]
+    every = torch.arange(num_experts, device=device).expand(chosen.ids.shape[0], -1)
+    if policy.expand == "all":
+        return every
+    device_of = torch.tensor([*placement.expert_to_device, placement.num_devices], device=device)
+    visited = torch.zeros(
+        (chosen.ids.shape[0], placement.num_devices + 1), dtype=torch.bool, device=device
+    )
+    chosen_devices = device_of[torch.where(chosen.offered, chosen.ids, num_experts)]
+    visited = visited.scatter(1, chosen_devices, True)
+    reachable = torch.where(visited[:, device_of[:-1]], every, num_experts)
+    return torch.sort(reachable, dim=1).values[:, : min(num_experts, chosen.k * largest)]
+
+
+def _is_chosen(ids: Tensor, chosen: Candidates, num_experts: int) -> Tensor:
+    """[tokens, candidates] whether an expert is among the token's own top-k."""
+    rows = torch.zeros((ids.shape[0], num_experts + 1), dtype=torch.bool, device=ids.device)
+    rows = rows.scatter(1, torch.where(chosen.offered, chosen.ids, num_experts), True)
+    return rows.gather(1, ids)
+
+
+def _token_scale(chosen: Candidates) -> tuple[Tensor, Tensor]:
+    """[tokens] float64 sum of weights / sum of scores of the top-k, and where both are usable."""
+    assert chosen.scores is not None
+    weight_sum = torch.where(chosen.offered, chosen.weights, 0).double().sum(1)
+    score_sum = torch.where(chosen.offered, chosen.scores, 0).double().sum(1)
+    usable = (weight_sum > 0) & (score_sum > 0) & weight_sum.isfinite() & score_sum.isfinite()
+    return torch.where(usable, weight_sum / score_sum, 0), usable

@@ -1,0 +1,209 @@
+"""Load statistics of one MoE layer, accumulated on the device and read when asked for."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.placement import ExpertPlacement
+from paceline.routing.assignment import Assignment, count_experts
+
+_FLUSH_FORWARDS, _FLUSH_ROWS = 64, 1 << 16
+"""Uncapped forwards are counted in bulk: a decode step then costs one list append."""
+
+_COUNTS = ("forwards", "capped", "tokens", "dropped", "extras")
+_PEAKS = ("device_before", "device_after", "expert_before", "expert_after")
+_SUMS = ("tokens", *_PEAKS, "mass", "mass_kept")
+
+
+@dataclass(frozen=True)
+class LayerStats:
+    """What one layer's experts and devices had to do since statistics were last reset.
+
+    Loads are assignments (token, expert) summed over forwards; "before" is the model's own choice,
+    "after" what remains with the policy (in shadow mode: would remain). A unit's mean is
+    T k n / E for the n experts it hosts, T valid tokens. A peak-to-mean is reduced over the
+    units of a forward by max, then over forwards by their mean weighted with tokens (which is the
+    ratio of the time spent to the time a perfect balance would take); `worst_` is the max over
+    forwards. `straggler_loss` is 1 - 1 / peak-to-mean of the devices. `gate_mass_kept` is over the
+    forwards that were routed by a policy, the only ones whose scores were looked at.
+    """
+
+    name: str
+    forwards: int
+    capped_forwards: int
+    tokens: int
+    assignments: int
+    dropped: int
+    extras: int
+    dropped_share: float
+    gate_mass_kept: float
+    expert_loads_before: list[int]
+    expert_loads_after: list[int]
+    device_loads_before: list[int]
+    device_loads_after: list[int]
+    device_peak_to_mean_before: float
+    device_peak_to_mean_after: float
+    expert_peak_to_mean_before: float
+    expert_peak_to_mean_after: float
+    worst_device_peak_to_mean_before: float
+    worst_device_peak_to_mean_after: float
+    worst_expert_peak_to_mean_before: float
+    worst_expert_peak_to_mean_after: float
+    straggler_loss_before: float
+    straggler_loss_after: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return asdict(self)
+
+
+class LoadAccumulator:
+    """Adds up the loads of one layer over forwards.
+
+    Args:
+        name: of the layer.
+        placement: expert -> device; every expert a device where the user gave none.
+        k: experts a token.
+        device: where the counts are kept.
+    """
+
+    def __init__(
+        self, name: str, placement: ExpertPlacement, k: int, device: torch.device | str
+    ) -> None:
+        self.name, self.placement, self.k = name, placement, k
+        self._device = torch.device(device)
+        sizes = torch.tensor(placement.sizes, device=device)
+        self._device_of = torch.tensor(placement.expert_to_device, device=device)
+        self._share = placement.num_experts / sizes.double().clamp(min=1)  # of T k / load, per unit
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        experts, device = self.placement.num_experts, self._device
+        self._loads = torch.zeros((2, experts), dtype=torch.int64, device=device)
+        self._counts = torch.zeros(len(_COUNTS), dtype=torch.int64, device=device)
+        self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
+        self._worst = torch.zeros(len(_PEAKS), dtype=torch.float64, device=device)
+        self._pending: list[tuple[Tensor, Tensor | None]] = []
+        self._pending_rows = 0
+
+    def observe(self, topk_ids: Tensor, valid: Tensor | None = None) -> None:
+        """Count a forward that ran as the model chose; the tensors must not change afterwards.
+
+        Args:
+            topk_ids: [tokens, k] expert ids, any integer dtype.
+            valid: [tokens] bool, or None: every token.
+        """
+        self._pending.append((topk_ids, valid))
+        self._pending_rows += topk_ids.shape[0]
+        if len(self._pending) >= _FLUSH_FORWARDS or self._pending_rows >= _FLUSH_ROWS:
+            self._flush()
+
+    def add(self, assignment: Assignment) -> None:
+        """Count a forward that was routed (enforced or in shadow)."""
+        before = assignment.expert_loads_before
+        after = assignment.expert_loads_after
+        whole, kept = assignment.gate_mass
+        tokens = assignment.pools.total
+        capped = (assignment.capacity != torch.iinfo(torch.int64).max).any()
+        counts = torch.stack(
+            [torch.ones_like(tokens), capped.long(), tokens, assignment.dropped, assignment.extras]
+        )
+        self._tally(before[None], after[None], tokens[None], counts, torch.stack([whole, kept]))
+
+    def result(self) -> LayerStats:
+        """The statistics so far (this waits for the device)."""
+        self._flush()
+        counts = dict(zip(_COUNTS, self._counts.tolist(), strict=True))
+        sums = dict(zip(_SUMS, self._sums.tolist(), strict=True))
+        worst = dict(zip(_PEAKS, self._worst.tolist(), strict=True))
+        before, after = self._loads
+
+        def peak(name: str) -> float:
+            """Time-weighted mean over forwards; without tokens nothing waits."""
+            return sums[name] / sums["tokens"] if sums["tokens"] else 1.0
+
+        assignments = int(before.sum())
+        return LayerStats(
+            name=self.name,
+            forwards=counts["forwards"],
+            capped_forwards=counts["capped"],
+            tokens=counts["tokens"],
+            assignments=assignments,
+            dropped=counts["dropped"],
+            extras=counts["extras"],
+            dropped_share=counts["dropped"] / assignments if assignments else 0.0,
+            gate_mass_kept=sums["mass_kept"] / sums["mass"] if sums["mass"] else 1.0,
+            expert_loads_before=before.tolist(),
+            expert_loads_after=after.tolist(),
+            device_loads_before=self._per_device(before[None])[0].tolist(),
+            device_loads_after=self._per_device(after[None])[0].tolist(),
+            device_peak_to_mean_before=peak("device_before"),
+            device_peak_to_mean_after=peak("device_after"),
+            expert_peak_to_mean_before=peak("expert_before"),
+            expert_peak_to_mean_after=peak("expert_after"),
+            worst_device_peak_to_mean_before=worst["device_before"],
+            worst_device_peak_to_mean_after=worst["device_after"],
+            worst_expert_peak_to_mean_before=worst["expert_before"],
+            worst_expert_peak_to_mean_after=worst["expert_after"],
+            straggler_loss_before=straggler_loss(peak("device_before")),
+            straggler_loss_after=straggler_loss(peak("device_after")),
+        )
+
+    def _flush(self) -> None:
+        """Count the pending forwards, all in one pass of [forwards, experts] tables."""
+        if not self._pending:
+            return
+        pending, self._pending, self._pending_rows = self._pending, [], 0
+        experts = self.placement.num_experts
+        rows = torch.tensor([len(ids) for ids, _ in pending], device=self._device)
+        forward = torch.repeat_interleave(torch.arange(len(pending), device=self._device), rows)
+        ids = torch.cat([ids.to(self._device, torch.int64) for ids, _ in pending])
+        valid = torch.cat(
+            [
+                torch.ones(len(ids), dtype=torch.bool, device=self._device)
+                if valid is None
+                else valid.to(self._device)
+                for ids, valid in pending
+            ]
+        )
+        counted = (ids >= 0) & (ids < experts) & valid.unsqueeze(1)
+        loads = count_experts(ids + forward.unsqueeze(1) * experts, counted, len(pending) * experts)
+        loads = loads.view(len(pending), experts)
+        tokens = torch.zeros_like(rows).scatter_add(0, forward, valid.long())
+        counts = torch.zeros_like(self._counts)
+        counts[_COUNTS.index("forwards")] = len(pending)
+        counts[_COUNTS.index("tokens")] = tokens.sum()
+        self._tally(loads, loads, tokens, counts, torch.zeros_like(self._sums[:2]))
+
+    def _tally(
+        self, before: Tensor, after: Tensor, tokens: Tensor, counts: Tensor, mass: Tensor
+    ) -> None:
+        """Add [forwards, experts] loads, [forwards] tokens, the counts and the gate mass."""
+        self._loads += torch.stack([before.sum(0), after.sum(0)])
+        self._counts += counts
+        busiest = [
+            (self._per_device(before) * self._share).amax(1),
+            (self._per_device(after) * self._share).amax(1),
+            before.amax(1).double() * self.placement.num_experts,
+            after.amax(1).double() * self.placement.num_experts,
+        ]
+        weighted = torch.stack(busiest) / self.k  # [peaks, forwards] peak-to-mean times tokens
+        self._sums += torch.cat([tokens.sum().double()[None], weighted.sum(1), mass])
+        ratios = weighted / tokens.clamp(min=1)
+        self._worst = torch.maximum(self._worst, ratios.amax(1))
+
+    def _per_device(self, loads: Tensor) -> Tensor:
+        """[forwards, experts] -> [forwards, devices] loads."""
+        shape = (loads.shape[0], self.placement.num_devices)
+        empty = torch.zeros(shape, dtype=loads.dtype, device=loads.device)
+        return empty.scatter_add(1, self._device_of.expand_as(loads), loads)
+
+
+def straggler_loss(peak_to_mean: float) -> float:
+    """Share of the layer's expert time that an average unit waits: 1 - 1 / peak-to-mean."""
+    return 1 - 1 / peak_to_mean if peak_to_mean > 1 else 0.0
