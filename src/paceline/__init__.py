@@ -1,19 +1,48 @@
 """Paceline: keep Mixture-of-Experts models from waiting for their busiest expert."""
 
+from importlib import import_module
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
-from paceline.placement import ExpertPlacement
-from paceline.policy import CapacityPolicy, PolicyError
-from paceline.routing import Assignment, RoutingInputs, register_keep, route
+if TYPE_CHECKING:
+    from paceline.engines.transformers import Pace, attach
+    from paceline.placement import ExpertPlacement
+    from paceline.policy import CapacityPolicy, PolicyError
+    from paceline.routing import Assignment, RoutingInputs, register_keep, route
 
 __version__ = version("paceline")
+
+_HOME = {
+    "Assignment": "paceline.routing",
+    "CapacityPolicy": "paceline.policy",
+    "ExpertPlacement": "paceline.placement",
+    "Pace": "paceline.engines.transformers",
+    "PolicyError": "paceline.policy",
+    "RoutingInputs": "paceline.routing",
+    "attach": "paceline.engines.transformers",
+    "register_keep": "paceline.routing",
+    "route": "paceline.routing",
+}
 
 __all__ = [
     "Assignment",
     "CapacityPolicy",
     "ExpertPlacement",
+    "Pace",
     "PolicyError",
     "RoutingInputs",
+    "attach",
     "register_keep",
     "route",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: torch takes seconds, which `paceline --help` need not wait for."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOME]

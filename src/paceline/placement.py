@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -16,10 +16,13 @@ class ExpertPlacement:
     Attributes:
         expert_to_device: [experts] device of each expert.
         num_devices: devices, some of which may host no expert.
+        sizes: [devices] experts on each device.
     """
 
     expert_to_device: tuple[int, ...]
     num_devices: int
+    sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _experts: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.expert_to_device:
@@ -27,11 +30,16 @@ class ExpertPlacement:
         if self.num_devices < 1:
             raise ValueError(f"num_devices={self.num_devices} is not allowed: it is at least 1.")
         for expert, device in enumerate(self.expert_to_device):
-            if not 0 <= device < self.num_devices:
+            if not isinstance(device, int) or not 0 <= device < self.num_devices:
                 raise ValueError(
-                    f"expert_to_device[{expert}]={device} is not allowed: "
-                    f"a device is from 0 to {self.num_devices - 1}."
+                    f"expert_to_device[{expert}]={device!r} is not allowed: with "
+                    f"num_devices={self.num_devices} a device is from 0 to {self.num_devices - 1}."
                 )
+        experts: list[list[int]] = [[] for _ in range(self.num_devices)]
+        for expert, device in enumerate(self.expert_to_device):
+            experts[device].append(expert)
+        object.__setattr__(self, "_experts", tuple(map(tuple, experts)))
+        object.__setattr__(self, "sizes", tuple(map(len, experts)))
 
     @classmethod
     def contiguous(cls, num_experts: int, num_devices: int) -> ExpertPlacement:
@@ -40,6 +48,8 @@ class ExpertPlacement:
         Raises:
             ValueError: unless 1 <= num_devices <= num_experts.
         """
+        if num_experts < 1:
+            raise ValueError(f"num_experts={num_experts} is not allowed: it is at least 1.")
         if not 1 <= num_devices <= num_experts:
             raise ValueError(
                 f"num_devices={num_devices} is not allowed: "
@@ -67,31 +77,33 @@ class ExpertPlacement:
                     f"expert_to_device has experts {experts}: allowed is every one from 0 up."
                 )
             expert_to_device = [expert_to_device[expert] for expert in experts]
-        devices = tuple(int(device) for device in expert_to_device)
+        try:
+            devices = tuple(operator.index(device) for device in expert_to_device)
+        except TypeError:
+            raise ValueError(
+                f"expert_to_device={expert_to_device!r} is not allowed: it is one device, "
+                "a whole number, for each expert."
+            ) from None
         return cls(devices, max(devices, default=0) + 1 if num_devices is None else num_devices)
 
     @classmethod
     def per_expert(cls, num_experts: int) -> ExpertPlacement:
         """Every expert a device of its own: what is meant where no placement is given."""
-        return cls(tuple(range(num_experts)), num_experts)
+        return cls.contiguous(num_experts, num_experts)
 
     @property
     def num_experts(self) -> int:
         """Experts, over all devices."""
         return len(self.expert_to_device)
 
-    @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """[devices] experts on each device."""
-        return tuple(map(len, self._experts))
-
     def experts_of(self, device: int) -> tuple[int, ...]:
-        """The experts on a device, in order."""
-        return self._experts[device]
+        """The experts on a device, in order.
 
-    @cached_property
-    def _experts(self) -> tuple[tuple[int, ...], ...]:
-        experts: list[list[int]] = [[] for _ in range(self.num_devices)]
-        for expert, device in enumerate(self.expert_to_device):
-            experts[device].append(expert)
-        return tuple(map(tuple, experts))
+        Raises:
+            ValueError: for a device outside [0, num_devices).
+        """
+        if not 0 <= device < self.num_devices:
+            raise ValueError(
+                f"device={device} is not allowed: it is from 0 to {self.num_devices - 1}."
+            )
+        return self._experts[device]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Mapping
 from fractions import Fraction
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -33,7 +34,7 @@ Modality = Literal["text", "image", "audio", "video"]
 KEEPS = ("score", "weight", "first", "last", "random")
 """Built-in orders of preference: the names say what is kept."""
 
-_KEEP_ALIASES = {  # names in the paper say the order in which tokens arrive, or what is dropped
+KEEP_ALIASES = {  # names in the paper say the order in which tokens arrive, or what is dropped
     "order": "first",
     "reverse": "last",
     "reverse_order": "last",
@@ -144,10 +145,10 @@ class CapacityPolicy(BaseModel):
     def _keep_allowed(cls, value: Any) -> Any:
         from paceline.routing.metrics import registered_keeps
 
-        value = _KEEP_ALIASES.get(value, value) if isinstance(value, str) else value
+        value = KEEP_ALIASES.get(value, value) if isinstance(value, str) else value
         allowed = (*KEEPS, *registered_keeps())
         if value not in allowed:
-            aliases = ", ".join(_KEEP_ALIASES)
+            aliases = ", ".join(KEEP_ALIASES)
             raise ValueError(f"one of {', '.join(allowed)} (or an alias: {aliases})")
         return value
 
@@ -185,6 +186,7 @@ class CapacityPolicy(BaseModel):
                 f"keep={self.keep!r} with expand={self.expand!r}: a registered metric knows only "
                 f"the top-k, so expand needs keep to be one of {', '.join(KEEPS)}."
             )
+        assert self.factor is None or self.fill_factor <= self.factor  # derived once, here
         return self
 
     # -- derived ------------------------------------------------------------------------------
@@ -211,6 +213,12 @@ class CapacityPolicy(BaseModel):
         if "gamma" in changes:
             del fields["capacity_factor"]
         return CapacityPolicy(**{**fields, **changes})
+
+    def model_copy(
+        self, *, update: Mapping[str, Any] | None = None, deep: bool = False
+    ) -> CapacityPolicy:
+        """Pydantic's name for `replace`: a copy is checked, and derives its own exact factors."""
+        return self.replace(**(update or {}))
 
     def resolved_min_expert_load(self, device_type: str) -> float:
         """Mean tokens an expert below which nothing is capped on `device_type` ("cuda", "cpu")."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
+from paceline.routing.constants import table
 from paceline.routing.inputs import RoutingInputs
 from paceline.routing.metrics import KEY_BITS, descending_key, genuine_scores
 from paceline.routing.pools import token_devices
@@ -117,15 +118,13 @@ def _candidate_ids(
     largest = max(placement.sizes)
     if policy.expand == "own_device":
         rows = [placement.experts_of(d) for d in range(placement.num_devices)]
-        table = torch.tensor(
-            [(*row, *[num_experts] * (largest - len(row))) for row in rows], device=device
-        )
+        padded = tuple((*row, *[num_experts] * (largest - len(row))) for row in rows)
         own = token_devices(inputs, placement.num_devices, 'expand="own_device"')
-        return table[own]
+        return table(padded, chosen.ids)[own]
     every = torch.arange(num_experts, device=device).expand(chosen.ids.shape[0], -1)
     if policy.expand == "all":
         return every
-    device_of = torch.tensor([*placement.expert_to_device, placement.num_devices], device=device)
+    device_of = table((*placement.expert_to_device, placement.num_devices), chosen.ids)
     visited = torch.zeros(
         (chosen.ids.shape[0], placement.num_devices + 1), dtype=torch.bool, device=device
     )

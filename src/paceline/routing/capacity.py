@@ -2,8 +2,8 @@
 
 The factor is the decimal that the user wrote, so the ratio `factor * k * n / E` is a fraction
 p/q known on the host, while T may be known on the device only. p and q can be far too large for
-int64 arithmetic (0.1 + 0.2 is 30000000000000004 / 10**17). But T is at most the number of rows,
-and `ceil(T * x)` for T up to N does not change when x moves up to the next fraction with a
+int64 arithmetic (0.1 + 0.2 is 30000000000000004 / 10**17). But T is less than some N, and
+`ceil(T * x)` for T up to N does not change when x moves up to the next fraction with a
 denominator of at most N (of the Farey sequence of order N): between two neighbours of that
 sequence no T * x crosses an integer. So p/q is replaced by that neighbour, which is small.
 """
@@ -20,24 +20,26 @@ INT64_MAX = torch.iinfo(torch.int64).max
 """Reported as the capacity of a pool without a cap."""
 
 
-def capacities(ratio: Fraction, tokens: Tensor, max_tokens: int) -> Tensor:
+MAX_TOKENS = 1 << 31
+"""No forward has as many rows; a constant bound serves any batch size, compiled or not."""
+
+
+def capacities(ratio: Fraction, tokens: Tensor) -> Tensor:
     """`ceil(ratio * tokens)`, exact, saturating at the largest int64.
 
     Args:
         ratio: assignments allowed a token: factor * k * n / E.
-        tokens: int64, any shape: valid tokens of each pool, at most `max_tokens`.
-        max_tokens: a bound known on the host (the number of rows).
+        tokens: int64, any shape: valid tokens of each pool, fewer than `MAX_TOKENS`.
 
     Returns:
         int64 tensor of the shape of `tokens`.
     """
-    bound = _power_of_two(max_tokens)
-    numerator, denominator = _small_ratio(ratio, bound)
+    numerator, denominator = _small_ratio(ratio, MAX_TOKENS)
     whole, rest = divmod(numerator, denominator)
-    # tokens * rest < bound ** 2, far below 2 ** 63 for any real batch
+    # tokens * rest + denominator < 2 ** 62 + 2 ** 31
     part = torch.div(tokens * rest + (denominator - 1), denominator, rounding_mode="floor")
     whole = min(whole, INT64_MAX)
-    if (whole + 1) * bound <= INT64_MAX:
+    if (whole + 1) * MAX_TOKENS <= INT64_MAX:
         return tokens * whole + part
     room = torch.div(INT64_MAX - part, whole, rounding_mode="floor")
     return torch.where(tokens > room, INT64_MAX, tokens.clamp(max=room) * whole + part)
@@ -67,12 +69,7 @@ def _small_ratio(ratio: Fraction, order: int) -> tuple[int, int]:
     return high
 
 
-def _power_of_two(count: int) -> int:
-    """Rounded up, so that a changing batch size doesn't fill the cache."""
-    return 1 << max(count - 1, 1).bit_length()
-
-
 @lru_cache(maxsize=4096)
 def tokens_needed(min_expert_load: float, k: int, num_experts: int) -> int:
     """The fewest tokens whose mean load an expert, T * k / E, reaches `min_expert_load`."""
-    return -(-(Fraction(str(min_expert_load)) * num_experts) // k)
+    return min(-(-(Fraction(str(min_expert_load)) * num_experts) // k), INT64_MAX)

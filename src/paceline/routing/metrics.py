@@ -7,11 +7,12 @@ to the backend's taste.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.policy import KEEPS, CapacityPolicy
+from paceline.policy import KEEP_ALIASES, KEEPS, CapacityPolicy
 from paceline.routing.inputs import RoutingInputs
 
 KEY_BITS = 32
@@ -32,10 +33,10 @@ def register_keep(name: str, metric: KeepMetric) -> None:
     Raises:
         ValueError: if the name is built in or no identifier.
     """
-    if name in KEEPS or not name.isidentifier():
+    if name in (*KEEPS, *KEEP_ALIASES) or not name.isidentifier():
         raise ValueError(
             f"name={name!r} is not allowed: a metric's name is an identifier other than "
-            f"{', '.join(KEEPS)}."
+            f"{', '.join((*KEEPS, *KEEP_ALIASES))}."
         )
     _REGISTERED[name] = metric
 
@@ -56,8 +57,9 @@ def descending_key(values: Tensor) -> Tensor:
     Returns:
         int64, of the same shape.
     """
-    values = values.float() + 0.0  # -0.0 + 0.0 is 0.0
-    bits = values.view(torch.int32)
+    values = values.float()
+    bits = values.contiguous().view(torch.int32)
+    bits = torch.where(bits == -(1 << 31), 0, bits)  # -0.0; a compiler may drop "+ 0.0"
     ascending = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # two's complement order is the float order
     key = 0x7FFFFFFF - ascending.long()
     return torch.where(values.isnan(), (1 << KEY_BITS) - 1, key)
@@ -126,23 +128,20 @@ def metric_key(
     return descending_key(metric)
 
 
-def random_hash(
-    seed: int, layer: int, step: int | Tensor, rank: int | Tensor, expert: int | Tensor
-) -> Tensor:
+def random_hash(seed: int, layer: int, step: int | Tensor, rank: Tensor, expert: Tensor) -> Tensor:
     """A 32-bit hash of the five, as int64 in [0, 2 ** 32), alike on every backend.
 
     The mixing step is lowbias32 (Ellis and Wellons, "hash-prospector").
     """
     mask = 0xFFFFFFFF
-    device = next((v.device for v in (rank, expert, step) if isinstance(v, Tensor)), None)
-    state = _mix(torch.tensor(seed & mask, dtype=torch.int64, device=device))
+    state = _mix(seed & mask)
     for value in (layer, step, rank, expert):
         word = value.long() if isinstance(value, Tensor) else value
         state = _mix(state ^ (((word & mask) * 0x9E3779B9) & mask))
     return state
 
 
-def _mix(x: Tensor) -> Tensor:
+def _mix(x: Any) -> Any:
     mask = 0xFFFFFFFF
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & mask  # int64 products wrap; the low 32 bits are right

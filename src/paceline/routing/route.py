@@ -12,6 +12,7 @@ from paceline.policy import CapacityPolicy
 from paceline.routing.assignment import Assignment, unit_groups
 from paceline.routing.candidates import Candidates, expanded_candidates, topk_candidates
 from paceline.routing.capacity import INT64_MAX, capacities, tokens_needed
+from paceline.routing.constants import table
 from paceline.routing.inputs import RoutingInputs
 from paceline.routing.metrics import KEY_BITS, descending_key, metric_key
 from paceline.routing.pools import TokenPools, token_pools
@@ -105,18 +106,17 @@ class _Units:
         inputs: RoutingInputs,
         pools: TokenPools,
     ) -> None:
-        device = inputs.topk_ids.device
+        ids = inputs.topk_ids
         if policy.unit == "expert":
             placement = ExpertPlacement.per_expert(placement.num_experts)
         self.count = placement.num_devices
-        self.of_expert = torch.tensor([*placement.expert_to_device, self.count], device=device)
+        self.of_expert = table((*placement.expert_to_device, self.count), ids)
         # Units differ in few sizes, so capacities are computed by size: [pools, sizes]
         self._sizes = sorted(set(placement.sizes))
-        self._size_of = [self._sizes.index(size) for size in placement.sizes]
-        self._size_of_expert = torch.tensor(
-            [self._size_of[unit] for unit in placement.expert_to_device] + [0], device=device
-        )
-        self._pools, self._rows = pools, inputs.topk_ids.shape[0]
+        size_of = tuple(self._sizes.index(size) for size in placement.sizes)
+        self._size_of = table(size_of, ids)
+        self._size_of_expert = table(tuple(size_of[u] for u in placement.expert_to_device), ids)
+        self._pools = pools
         self._per_expert = Fraction(inputs.topk_ids.shape[1], placement.num_experts)
         self.capped = self._capped(policy, inputs, placement.num_experts)
 
@@ -136,7 +136,7 @@ class _Units:
         """[pools, sizes] int64 places of a unit of each size."""
         return torch.stack(
             [
-                capacities(factor * self._per_expert * size, self._pools.sizes, self._rows)
+                capacities(factor * self._per_expert * size, self._pools.sizes)
                 for size in self._sizes
             ],
             dim=1,
@@ -220,4 +220,5 @@ def _renormalized(weights: Tensor, candidates: Candidates, selected: Tensor) -> 
     former = torch.where(genuine.offered, genuine.weights, 0).double().sum(1)
     left = weights.double().sum(1)
     scaled = (weights.double() * (former / left).unsqueeze(1)).to(weights.dtype)
-    return torch.where((lost & (left > 0)).unsqueeze(1), scaled, weights)
+    usable = lost & (left > 0) & left.isfinite() & former.isfinite()
+    return torch.where(usable.unsqueeze(1), scaled, weights)

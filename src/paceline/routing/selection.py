@@ -49,7 +49,7 @@ def keep_best(
         extra = torch.arange(group.shape[1], device=group.device) >= genuine_slots
         minor = (extra.long() << minor_bits) | minor
         minor_bits += 1
-    if num_groups.bit_length() + minor_bits < 64:
+    if num_groups < 1 << (63 - minor_bits):
         packed, order = torch.sort(((major << minor_bits) | minor).flatten(), stable=True)
         ordered_group = packed >> minor_bits
     else:  # too many groups for one word: two stable sorts, the minor one first

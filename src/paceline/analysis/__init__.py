@@ -1,0 +1,1 @@
+"""Studies of expert loads: balance figures and the emulated timing of devices."""

@@ -1,0 +1,154 @@
+"""`paceline loads`: where the stragglers of a model are, on your text."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from paceline.cli.errors import guarded
+
+
+class DTypeName(str, Enum):
+    """Choices of --dtype."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+@guarded
+def loads(
+    model: Annotated[str, typer.Argument(help="Model folder, hub name, or: demo.")],
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="Text file, UTF-8; may be repeated. With demo also the name of a text."),
+    ] = None,
+    devices: Annotated[int, typer.Option(help="Devices that share the experts.")] = 8,
+    policy: Annotated[
+        str | None,
+        typer.Option(help="What to apply, like capacity_factor=1.25; none: observe only."),
+    ] = None,
+    shadow: Annotated[
+        bool, typer.Option("--shadow", help="Only count what the policy would drop.")
+    ] = False,
+    tokens: Annotated[int, typer.Option(help="At most so many tokens in all.")] = 16384,
+    batch_size: Annotated[int, typer.Option(help="Sequences a batch.")] = 16,
+    sequence_length: Annotated[int, typer.Option(help="Tokens a sequence.")] = 256,
+    mix: Annotated[
+        bool, typer.Option("--mix", help="Mix the texts in every batch, not one text a batch.")
+    ] = False,
+    dtype: Annotated[
+        DTypeName, typer.Option(help="auto: float32 on a CPU, the model's own on CUDA.")
+    ] = DTypeName.auto,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(help="Also write a page, readable by you only.")
+    ] = None,
+) -> None:
+    """Show how uneven a model's expert loads are on your text.
+
+    Per layer: the busiest expert and device, how far above the mean they are, and how long an
+    average device waits; with a policy also what it drops and what remains.
+
+    \b
+    Examples:
+      paceline loads demo
+      paceline loads demo --text german --policy capacity_factor=1.25
+      paceline loads ./my-moe --text prompts.txt --devices 8 --html loads.html
+      paceline loads allenai/OLMoE-1B-7B-0924 --text a.txt --text b.txt --mix --json
+    """
+    from paceline.policy import CapacityPolicy
+
+    chosen = None if policy is None else CapacityPolicy.parse(policy)
+    if shadow:
+        if chosen is None:
+            raise ValueError("--shadow needs a --policy to count for")
+        chosen = chosen.replace(mode="shadow")
+    if devices < 1:
+        raise ValueError(f"--devices must be at least 1, got {devices}")
+    if html is not None and not html.absolute().parent.is_dir():
+        raise ValueError(f"--html {html}: there is no folder {html.parent}")
+
+    from paceline.cli.models import load, read_texts
+
+    texts = read_texts(text or [], model)
+
+    from paceline.analysis.observe import Sampling, observe_loads
+    from paceline.analysis.verdict import verdict
+    from paceline.cli.progress import progress
+    from paceline.reporting.environment import environment
+
+    sampling = Sampling(tokens, batch_size, sequence_length, mix)
+    network, tokenizer = load(model, dtype.value, trust_remote_code)
+    with progress() as tell:
+        result = observe_loads(
+            network,
+            tokenizer,
+            texts,
+            devices=devices,
+            policy=chosen,
+            sampling=sampling,
+            progress=tell,
+        )
+    result |= {
+        "model": model,
+        "verdict": verdict(result),
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["paceline", *sys.argv[1:]]),
+        **environment(),
+        "seconds": None,
+    }
+    if html is not None:
+        from paceline.reporting.loads_page import write_loads
+
+        write_loads(result, html)
+    if json:
+        from paceline.reporting.files import to_json
+
+        typer.echo(to_json(result), nl=False)
+    else:
+        _show(result)
+
+
+def _show(result: Mapping[str, Any]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from paceline.reporting.wording import percent, times
+
+    capped = result["policy"] is not None
+    table = Table(box=box.SIMPLE)
+    table.add_column("layer", no_wrap=True)
+    for name in ("busiest expert", "× mean", "busiest device", "× mean", "device waits"):
+        table.add_column(name, justify="right")
+    if capped:
+        table.add_column("dropped", justify="right")
+        table.add_column("× mean after", justify="right")
+    for layer in result["layers"]:
+        row = [
+            layer["name"],
+            str(layer["busiest_expert"]),
+            times(layer["expert_peak_to_mean_before"]),
+            str(layer["busiest_device"]),
+            times(layer["device_peak_to_mean_before"]),
+            percent(layer["straggler_loss_before"]),
+        ]
+        if capped:
+            row += [percent(layer["dropped_share"]), times(layer["device_peak_to_mean_after"])]
+        table.add_row(*row)
+    console = Console(highlight=False)
+    console.print(table)
+    for line in result["verdict"]:
+        console.print(line)

@@ -1,0 +1,46 @@
+"""The embedded model and the held-out texts."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+_HERE = Path(str(files("paceline.demo")))
+MODEL_FOLDER = _HERE / "model"
+TEXT_FOLDER = _HERE / "text"
+
+
+def domains() -> list[str]:
+    """Names of the held-out texts, sorted.
+
+    Raises:
+        FileNotFoundError: if this installation carries no texts.
+    """
+    names = sorted(path.stem for path in TEXT_FOLDER.glob("*.txt"))
+    if not names:
+        raise FileNotFoundError("the demo texts are missing from this installation of paceline")
+    return names
+
+
+def read_text(domain: str) -> str:
+    """The held-out text of a domain."""
+    return (TEXT_FOLDER / f"{domain}.txt").read_text(encoding="utf-8")
+
+
+def load_model() -> tuple[Any, Any]:
+    """The embedded model in float32 on the CPU, in evaluation mode, and its tokenizer.
+
+    Raises:
+        FileNotFoundError: if this installation carries no model.
+    """
+    if not (MODEL_FOLDER / "config.json").is_file():
+        raise FileNotFoundError("the demo model is missing from this installation of paceline")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_FOLDER, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        MODEL_FOLDER, dtype=torch.float32, local_files_only=True, use_safetensors=True
+    )
+    return model.eval(), tokenizer

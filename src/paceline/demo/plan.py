@@ -1,0 +1,104 @@
+"""What the demo runs: which policies, on how much text, for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.policy import CapacityPolicy, Unit
+
+DEVICES = 8
+BASELINE = "none"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of the policy table.
+
+    Attributes:
+        key: short stable name, used in results.json.
+        label: name shown to people.
+        family: group for colours and the legend.
+        policy: what is applied.
+        counterpart: key of the entry to compare with, e.g. the same cap without expansion.
+    """
+
+    key: str
+    label: str
+    family: str
+    policy: CapacityPolicy
+    counterpart: str | None = None
+
+
+def _token_drop(unit: Unit, factor: float, keep: str) -> Entry:
+    family = f"Token Drop per {unit}" + (", random" if keep == "random" else "")
+    return Entry(
+        key=f"{unit}-{factor:g}-{keep}",
+        label=f"{family}, {factor:g}×",
+        family=family,
+        policy=CapacityPolicy(capacity_factor=factor, unit=unit, keep=keep),
+    )
+
+
+def _expanded(factor: float) -> Entry:
+    family = "Expanded Drop per device"
+    return Entry(
+        key=f"expanded-{factor:g}",
+        label=f"{family}, {factor:g}×",
+        family=family,
+        policy=CapacityPolicy(capacity_factor=factor, unit="device", expand="own_device"),
+        counterpart=f"device-{factor:g}-score",
+    )
+
+
+def all_entries() -> list[Entry]:
+    """The whole table: no cap, Token Drop per expert and per device, Expanded Drop."""
+    return [
+        Entry(BASELINE, "no cap", "no cap", CapacityPolicy(capacity_factor=None)),
+        *(_token_drop("device", factor, "score") for factor in (1.5, 1.25, 1.0)),
+        *(_expanded(factor) for factor in (1.25, 1.0)),
+        *(_token_drop("expert", factor, "score") for factor in (2.0, 1.5, 1.0)),
+        *(_token_drop("expert", factor, "random") for factor in (2.0, 1.5, 1.0)),
+    ]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Size of a demo run.
+
+    Attributes:
+        entries: policies, the uncapped baseline first.
+        max_domains: texts used; None: all.
+        sequences: sequences of each text, and rows of a batch.
+        length: tokens of a sequence.
+        timed_mixed: mixed batches on which the timing runs (they are alike); one-domain: all.
+        rounds: interleaved rounds of the timing.
+        reduced: said on the page: too little for its figures to mean much.
+    """
+
+    entries: Sequence[Entry]
+    max_domains: int | None = None
+    sequences: int = 16
+    length: int = 256
+    timed_mixed: int = 3
+    rounds: int = 3
+    reduced: bool = False
+
+    @classmethod
+    def full(cls) -> Plan:
+        return cls(entries=all_entries())
+
+    @classmethod
+    def quick(cls) -> Plan:
+        """A reduced run that shows that everything works; its figures mean little."""
+        wanted = (BASELINE, "device-1.25-score", "expanded-1.25", "expert-1-score")
+        entries = [entry for entry in all_entries() if entry.key in wanted]
+        return cls(
+            entries,
+            max_domains=2,
+            sequences=8,
+            length=128,
+            timed_mixed=1,
+            rounds=2,
+            reduced=True,
+        )

@@ -1,0 +1,1 @@
+"""Engines: thin layers that let a serving stack route through `paceline.route`."""

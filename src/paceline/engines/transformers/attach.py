@@ -1,0 +1,322 @@
+"""`attach` a capacity policy to a Hugging Face model, and the handle that it returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from paceline.engines.transformers.config import load_policy
+from paceline.engines.transformers.context import (
+    ForwardContext,
+    TokenSource,
+    forward_models,
+    modality_tokens,
+    named_arguments,
+    parameter_names,
+)
+from paceline.engines.transformers.discovery import find_sites, observe, spread_over_ranks
+from paceline.engines.transformers.layer import AttachedLayer
+from paceline.placement import ExpertPlacement
+from paceline.policy import CapacityPolicy
+from paceline.routing.route import check_binding
+from paceline.routing.stats import LayerStats
+
+
+@dataclass(frozen=True)
+class LayerSupport:
+    """What works for one layer.
+
+    Attributes:
+        name: of the layer.
+        scoring: the router's scoring rule, None where it is unknown.
+        level: "full", or "drop only": no expansion, and without `scoring` no keep="score".
+        reason: why not full, else empty.
+    """
+
+    name: str
+    scoring: str | None
+    level: Literal["full", "drop only"]
+    reason: str
+
+
+@dataclass(frozen=True)
+class ModelStats:
+    """Load statistics of all attached layers, and the policy they were counted under last."""
+
+    policy: str
+    layers: list[LayerStats]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return {"policy": self.policy, "layers": [layer.to_dict() for layer in self.layers]}
+
+
+class Running:
+    """What the layers of one attached model share: the policy and the forward that is running.
+
+    Attributes:
+        policy: in force.
+        routes: whether the policy can drop anything, or count what would be dropped.
+        context: of the running forward, None outside one.
+        step: number of the forward, from 0.
+    """
+
+    def __init__(self, token_source: TokenSource) -> None:
+        self.policy = CapacityPolicy()
+        self.routes = False
+        self.context: ForwardContext | None = None
+        self.step = -1
+        self._owner: nn.Module | None = None
+        self.token_source = token_source
+
+    def watch(self, module: nn.Module) -> list[Any]:
+        """Follow a module's forwards; the outermost one running gives the context."""
+        names = parameter_names(module)
+        config = getattr(module, "config", None)
+
+        def before(m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._owner is None or self._owner is m:
+                self._owner = m
+                self.context = ForwardContext(
+                    named_arguments(names, args, kwargs), config, self.token_source
+                )
+                if self.policy.keep == "random":
+                    self.step += 1
+
+        def after(m: nn.Module, args: Any, out: Any) -> None:
+            if self._owner is m:
+                self._owner = self.context = None
+
+        return [
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after, always_call=True),
+        ]
+
+
+class Pace:
+    """A policy attached to a model. Use it as a context manager, or `detach` it."""
+
+    def __init__(self, layers: list[AttachedLayer], running: Running, hooks: list[Any], model: nn.Module):
+        self._layers, self._running, self._hooks, self._model = layers, running, hooks, model
+        self._attached = True
+
+    @property
+    def policy(self) -> CapacityPolicy:
+        """The policy in force; set another one between forwards.
+
+        Raises:
+            ValueError: if a layer can't follow the new policy; the old one stays then.
+        """
+        return self._running.policy
+
+    @policy.setter
+    def policy(self, policy: CapacityPolicy | str | None) -> None:
+        self._set_policy(policy)
+
+    def _set_policy(self, policy: CapacityPolicy | str | None) -> None:
+        if not self._attached:
+            raise ValueError("the policy can't be set: it is detached from its model.")
+        policy = self._layers[0].applicable(_as_policy(policy, self._model))
+        for layer in self._layers:
+            _check_layer(layer, policy, self._running.token_source)
+        _check_modalities(policy, self._model)
+        for layer in self._layers:
+            layer.watch_router(policy.caps and layer.scoring.rule is not None)
+        self._running.policy, self._running.routes = policy, policy.caps
+
+    @property
+    def placement(self) -> ExpertPlacement | None:
+        """The experts' devices, of the first layer; None: every expert is a device of its own."""
+        return self._layers[0].placement
+
+    @property
+    def layers(self) -> list[str]:
+        """Names of the MoE layers, in order."""
+        return [layer.name for layer in self._layers]
+
+    @property
+    def support(self) -> list[LayerSupport]:
+        """What works for each layer, and why not more."""
+        return [
+            LayerSupport(
+                layer.name,
+                layer.scoring.rule,
+                "full" if layer.scoring.expands else "drop only",
+                layer.scoring.reason,
+            )
+            for layer in self._layers
+        ]
+
+    def stats(self) -> ModelStats:
+        """Loads before and after, dropped assignments and straggler loss of each layer so far."""
+        return ModelStats(str(self.policy), [layer.loads.result() for layer in self._layers])
+
+    def reset_stats(self) -> None:
+        """Start the statistics anew."""
+        for layer in self._layers:
+            layer.loads.reset()
+
+    def detach(self) -> None:
+        """Put the model back exactly as it was; statistics can still be read. Twice is once."""
+        if self._attached:
+            self._attached = False
+            _remove(self._layers, self._hooks)
+
+    def __enter__(self) -> Pace:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+
+def attach(
+    model: nn.Module,
+    policy: CapacityPolicy | str | None = None,
+    placement: ExpertPlacement | int | None = None,
+    *,
+    token_source: TokenSource = None,
+) -> Pace:
+    """Bound the expert load of a Hugging Face Mixture-of-Experts model at inference.
+
+    Args:
+        model: in eval mode; any architecture whose MoE blocks call
+            `experts(hidden_states, top_k_index, top_k_weights)` beside a gate or router.
+        policy: a policy, its short form ("capacity_factor=1.25"), or "config" for the one kept in
+            the model's config; None only counts loads.
+        placement: expert -> device of every layer, or a number of devices over which experts are spread
+            in order; None: every expert is a device of its own.
+        token_source: which device a token lives on: "sequence" (row i of a batch of B lives on device
+            i * devices // B), a [batch] or [batch, length] tensor, or a function of
+            (batch, length, device) that gives one. Needed by pool="source" and expand="own_device".
+
+    Returns:
+        The handle: policy, statistics, `detach`; a context manager.
+
+    Raises:
+        ValueError: if the model is dense, in training mode, compiled or already attached, or a layer
+            can't be handled or can't follow the policy; the model is untouched then.
+    """
+    _check_model(model)
+    if isinstance(token_source, str) and token_source != "sequence":
+        raise ValueError(
+            f"token_source={token_source!r} is not allowed: it is None, \"sequence\", a tensor or a function."
+        )
+    running = Running(token_source)
+    sites = find_sites(model)
+    if any(spread_over_ranks(site.experts) for site in sites):
+        from paceline.engines.transformers.expert_parallel_layer import parallel_layers
+
+        layers = parallel_layers(model, sites, running, policy, placement, token_source)
+    else:
+        layers = [AttachedLayer(site, observe(site), i, running) for i, site in enumerate(sites)]
+    for layer in layers:
+        layer.set_placement(_placement(layer, placement))
+    hooks: list[Any] = []
+    pace = Pace(layers, running, hooks, model)
+    try:
+        pace._set_policy(policy)
+        for layer in layers:
+            layer.install()
+        for module in forward_models(model, [site.block for site in sites]):
+            hooks.extend(running.watch(module))
+    except BaseException:
+        _remove(layers, hooks)
+        raise
+    return pace
+
+
+def _remove(layers: list[AttachedLayer], hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
+    for layer in layers:
+        layer.remove()
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}: allowed is a torch module.")
+    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule) or any(
+        m._compiled_call_impl is not None for m in model.modules()
+    ):
+        raise ValueError(
+            f"{type(model).__name__} is already compiled: attach first, then compile."
+        )
+    if model.training:
+        raise ValueError(f"{type(model).__name__} is in training mode: call eval() first.")
+    for name, module in model.named_modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(getattr(forward, "__self__", None), AttachedLayer):
+            raise ValueError(
+                f"{type(model).__name__} is already attached (layer {name}): detach it first."
+            )
+
+
+def _as_policy(policy: CapacityPolicy | str | None, model: nn.Module) -> CapacityPolicy:
+    if policy is None:
+        return CapacityPolicy(mode="observe")
+    if policy == "config":
+        kept = load_policy(model)
+        if kept is None:
+            raise ValueError('policy="config": the model\'s config has no capacity_policy.')
+        return kept
+    if isinstance(policy, str):
+        return CapacityPolicy.parse(policy)
+    if not isinstance(policy, CapacityPolicy):
+        raise ValueError(f"policy is a {type(policy).__name__}: allowed is a CapacityPolicy or its short form.")
+    return policy
+
+
+def _placement(layer: AttachedLayer, placement: ExpertPlacement | int | None) -> ExpertPlacement | None:
+    if placement is None:
+        return None
+    if isinstance(placement, int):
+        return ExpertPlacement.contiguous(layer.num_experts, placement)
+    if placement.num_experts != layer.num_experts:
+        raise ValueError(
+            f"placement has {placement.num_experts} experts, layer {layer.name} has {layer.num_experts}: "
+            "allowed is the same number, or a number of devices."
+        )
+    return placement
+
+
+def _check_layer(layer: AttachedLayer, policy: CapacityPolicy, token_source: TokenSource) -> None:
+    """Refuse what this layer can't do, before anything changes."""
+    if not policy.caps:
+        return
+    placement = layer.placement or ExpertPlacement.per_expert(layer.num_experts)
+    check_binding(policy, placement, layer.k)
+    if policy.keep == "score" and layer.scoring.rule is None:
+        raise ValueError(
+            f'keep="score" is not possible for layer {layer.name}: {layer.scoring.reason}; allowed is '
+            'keep="weight", "first", "last" or "random".'
+        )
+    if policy.expand is not None and not layer.scoring.expands:
+        raise ValueError(
+            f"expand={policy.expand!r} is not possible for layer {layer.name}: {layer.scoring.reason}."
+        )
+    for field, wanted in (("pool", "source"), ("expand", "own_device")):
+        if getattr(policy, field) == wanted and token_source is None:
+            raise ValueError(
+                f'{field}="{wanted}" needs token_source, the device on which each token lives: allowed is '
+                '"sequence", a tensor or a function.'
+            )
+
+
+def _check_modalities(policy: CapacityPolicy, model: nn.Module) -> None:
+    """A modality that the model can't tell apart is no priority."""
+    if not policy.drop_first:
+        return
+    by_type = any("token_type_ids" in name for name in parameter_names(model))
+    known = {*modality_tokens(getattr(model, "config", None)), *(("image", "video", "audio") if by_type else ())}
+    unknown = [m for m in policy.drop_first if m not in known and (m != "text" or not known)]
+    if unknown:
+        allowed = ", ".join(sorted({*known, "text"})) if known else "nothing: it reads text alone"
+        raise ValueError(f"drop_first={policy.drop_first} names {unknown[0]}: this model knows {allowed}.")
+
+

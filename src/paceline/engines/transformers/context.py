@@ -1,0 +1,208 @@
+"""What a forward of the whole model says about its tokens: padding, position, request, device, modality.
+
+MoE layers see flattened rows. A pre-hook on the model keeps the arguments of the running forward; what
+the policy needs is derived from them at most once a forward, and only when a layer asks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from paceline.engines.transformers.discovery import argument_names
+
+TokenSource: TypeAlias = Literal["sequence"] | Callable[[int, int, torch.device], Tensor] | Tensor | None
+_CACHES = ("cache", "past_key_values", "cache_params")
+_TOKEN_TYPES = ("mm_token_type_ids", "moe_mm_token_type_ids")
+_MODALITY_OF_TYPE = {"image": 1, "video": 2, "audio": 3}
+"""Values of Transformers' mm_token_type_ids; 0 is text."""
+
+
+class ForwardContext:
+    """The tokens of one running forward, in rows `[batch * length]` as the MoE layers see them.
+
+    Args:
+        arguments: of the forward, by name.
+        config: of the model that runs, for its modality token ids.
+        token_source: what tells on which device a token lives.
+    """
+
+    def __init__(self, arguments: dict[str, Any], config: Any, token_source: TokenSource) -> None:
+        self._arguments, self._config, self._token_source = arguments, config, token_source
+        tokens = arguments.get("input_ids")
+        if tokens is None:
+            tokens = arguments.get("inputs_embeds")
+        if not isinstance(tokens, Tensor):
+            tokens = arguments.get("hidden_states")
+        known = isinstance(tokens, Tensor) and tokens.dim() >= 2
+        self.shape: tuple[int, int] | None = (tokens.shape[0], tokens.shape[1]) if known else None
+        self.device = tokens.device if known else torch.device("cpu")
+
+    @property
+    def rows(self) -> int | None:
+        """batch * length, None where the forward doesn't tell."""
+        return None if self.shape is None else self.shape[0] * self.shape[1]
+
+    @cached_property
+    def valid(self) -> Tensor | None:
+        """[rows] bool, False for padding; None: every token is real."""
+        mask = self._arguments.get("attention_mask")
+        if mask is None or self.shape is None:
+            return None
+        if isinstance(mask, dict):
+            mask = mask.get("full_attention", next(iter(mask.values()), None))
+        batch, length = self.shape
+        if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= length:
+            return (mask[:, -length:] != 0).reshape(-1)
+        if isinstance(mask, Tensor) and mask.dim() == 4:
+            # a token is real where it may attend to itself
+            mask = mask if mask.dtype is torch.bool else mask == 0
+            own = mask[:, 0].diagonal(self.past_length, 1, 2)
+            if own.shape == self.shape:
+                return own.reshape(-1)
+            if own.shape == (1, length):
+                return own.expand(batch, length).reshape(-1)
+        if mask is None:
+            return None
+        shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(
+            f"attention_mask {shape} can't be read as padding: allowed is [batch, tokens so far] or "
+            "[batch, 1, length, tokens so far]."
+        )
+
+    @cached_property
+    def past_length(self) -> int:
+        """Tokens that were cached before this forward."""
+        for name in _CACHES:
+            cache = self._arguments.get(name)
+            if cache is not None and hasattr(cache, "get_seq_length"):
+                try:
+                    return int(cache.get_seq_length())
+                except ValueError:  # a cache of linear attention layers alone doesn't count tokens
+                    return int(bool(getattr(cache, "has_previous_state", lambda: False)()))
+        return 0
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every sequence adds one token to a cache that isn't empty."""
+        return self.shape is not None and self.shape[1] == 1 and self.past_length > 0
+
+    @cached_property
+    def position(self) -> Tensor | None:
+        """[rows] int64 position of each token among the real tokens of its sequence."""
+        if self.shape is None:
+            return None
+        batch, length = self.shape
+        mask = self._arguments.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            return ((mask != 0).long().cumsum(1) - 1)[:, -length:].reshape(-1)
+        positions = self._arguments.get("position_ids")
+        if isinstance(positions, Tensor) and positions.shape == self.shape:
+            return positions.reshape(-1).long()
+        row = torch.arange(length, device=self.device) + self.past_length
+        return row.expand(batch, length).reshape(-1)
+
+    @cached_property
+    def request(self) -> Tensor | None:
+        """[rows] int64: the row of the batch is the request."""
+        if self.shape is None:
+            return None
+        return torch.arange(self.shape[0], device=self.device).repeat_interleave(self.shape[1])
+
+    @cached_property
+    def modality(self) -> dict[str, Tensor]:
+        """Name -> [rows] bool for image, video and audio; empty where everything is text."""
+        if self.shape is None:
+            return {}
+        length = self.shape[1]
+        for name in _TOKEN_TYPES:
+            kinds = self._arguments.get(name)
+            if isinstance(kinds, Tensor) and kinds.dim() == 2 and kinds.shape[1] >= length:
+                kinds = kinds[:, -length:].reshape(-1)
+                return {m: kinds == value for m, value in _MODALITY_OF_TYPE.items()}
+        ids = self._arguments.get("input_ids")
+        if not isinstance(ids, Tensor):
+            return {}
+        return {m: ids.reshape(-1) == token for m, token in modality_tokens(self._config).items()}
+
+    def source(self, num_devices: int) -> Tensor | None:
+        """[rows] int64 device on which each token lives.
+
+        Raises:
+            ValueError: if the user's token_source doesn't fit this batch.
+        """
+        kind = self._token_source
+        if kind is None or self.shape is None:
+            return None
+        batch, length = self.shape
+        if isinstance(kind, str):
+            device = torch.arange(batch, device=self.device) * num_devices // batch
+            return device.repeat_interleave(length)
+        given = kind(batch, length, self.device) if callable(kind) else kind.to(self.device)
+        if given.numel() == batch * length:
+            return given.reshape(-1)
+        if given.shape == (batch,):
+            return given.repeat_interleave(length)
+        raise ValueError(
+            f"token_source has shape {list(given.shape)}: allowed is [{batch}] or [{batch}, {length}]."
+        )
+
+    def subset(self, rows: int, layer: str) -> Tensor | None:
+        """[rows] indices into the batch of a layer that sees only text, or only other, tokens.
+
+        None where no such subset has that many rows.
+        """
+        if not self.modality:
+            return None
+        other = torch.stack(list(self.modality.values())).any(0)
+        named_other = any(word in layer for word in ("vision", "image", "visual"))
+        for members in (other, ~other) if named_other else (~other, other):
+            index = members.nonzero().flatten()
+            if len(index) == rows:
+                return index
+        return None
+
+
+def modality_tokens(config: Any) -> dict[str, int]:
+    """Modality -> id of the placeholder token that a config names for it."""
+    found = {}
+    parts = [config, getattr(config, "thinker_config", None)]
+    for modality in _MODALITY_OF_TYPE:
+        for part in parts:
+            for ending in ("token_id", "token_index"):
+                token = getattr(part, f"{modality}_{ending}", None)
+                if isinstance(token, int) and modality not in found:
+                    found[modality] = token
+    return found
+
+
+def forward_models(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """The model and those of its parts that can be called on their own and hold MoE layers."""
+    wanted = {id(block) for block in blocks}
+    found = [model]
+    for module in model.modules():
+        if module is model or not hasattr(module, "config") or not _takes_tokens(module):
+            continue
+        if any(id(m) in wanted for m in module.modules() if m is not module):
+            found.append(module)
+    return found
+
+
+def _takes_tokens(module: nn.Module) -> bool:
+    parameters = inspect.signature(module.forward).parameters
+    return "input_ids" in parameters or "inputs_embeds" in parameters
+
+
+def named_arguments(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A call's arguments by name."""
+    return {**dict(zip(names, args, strict=False)), **kwargs} if args else kwargs
+
+
+def parameter_names(module: nn.Module) -> list[str]:
+    """Names of a module's forward parameters, in order."""
+    return argument_names(module.forward)

@@ -1,0 +1,257 @@
+"""Expert parallelism for Transformers that leaves dropped assignments out: computed and sent nowhere.
+
+Registered with Transformers as `DistributedConfig(ep_implementation="paceline")`. Two layouts:
+
+- the ranks share one batch (`ep_size == tp_size`): each rank runs its own experts on the rows routed
+  to them and one all-reduce adds up the partial outputs;
+- each rank has a batch of its own (data parallel): every kept (token, expert) pair goes to its expert's
+  rank and back, with two all-to-alls. A dropped slot is in neither.
+
+Transformers shards experts in order and evenly. For any other placement load the whole model on every
+rank and call `place_experts`. For inference: gradients don't cross ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+
+from paceline.engines.transformers.discovery import EXPERT_PARALLEL, find_sites
+from paceline.engines.transformers.expert_parallel_link import ExpertParallelError, Link, join
+from paceline.placement import ExpertPlacement
+
+__all__ = ["NAME", "ExpertParallel", "ExpertParallelError", "PacelineEP", "join", "place_experts"]
+
+NAME = "paceline"
+"""Of the implementation, as `DistributedConfig.ep_implementation` spells it."""
+
+
+class ExpertParallel:
+    """How the experts of one layer, spread over ranks, get their tokens.
+
+    Args:
+        experts_forward: the local experts' own forward, on local ids; ids >= their number are skipped
+            where `_is_expert_parallel` is set.
+        placement: expert -> rank of the group.
+        link: to the ranks of the group.
+        shares_batch: whether all ranks hold the same tokens.
+        layer: name for messages.
+
+    Attributes:
+        rows_sent: rows that went to other ranks so far (dispatch only).
+        bytes_sent: bytes that went to other ranks so far, in dispatch, combine and all-reduce.
+        clock: called with a stage's name at its end, to time stages; None: not timed.
+    """
+
+    def __init__(
+        self,
+        experts_forward: Callable[..., Tensor],
+        placement: ExpertPlacement,
+        link: Link,
+        shares_batch: bool,
+        layer: str = "experts",
+    ) -> None:
+        self.experts_forward, self.placement, self.link = experts_forward, placement, link
+        self.shares_batch, self.layer = shares_batch, layer
+        self.rows_sent = self.bytes_sent = 0
+        self.clock: Callable[[str], None] | None = None
+        # Position of an expert when all are laid out rank by rank; dropped slots come last.
+        order = [expert for rank in range(link.size) for expert in placement.experts_of(rank)]
+        position = torch.empty(placement.num_experts + 1, dtype=torch.int64)
+        position[torch.tensor([*order, placement.num_experts])] = torch.arange(len(order) + 1)
+        self._position = position
+        self._first = sum(placement.sizes[: link.rank])
+        self._local = placement.sizes[link.rank]
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of the layer, over all ranks."""
+        return self.placement.num_experts
+
+    def __call__(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The weighted sum of each token's experts, wherever these live. All ranks must call it.
+
+        Args:
+            hidden: [tokens, hidden] of this rank.
+            ids: [tokens, slots] global expert ids; `num_experts` is a dropped slot.
+            weights: [tokens, slots].
+
+        Returns:
+            [tokens, hidden], exact zeros for a token without experts.
+
+        Raises:
+            ExpertParallelError: if another rank is lost, or silent for too long.
+        """
+        if self._position.device != ids.device:
+            self._position = self._position.to(ids.device)
+        shape, hidden = hidden.shape, hidden.reshape(-1, hidden.shape[-1])
+        with torch.no_grad():
+            run = self._reduced if self.shares_batch else self._exchanged
+            return run(hidden, self._position[ids], weights).reshape(shape)
+
+    # -- one batch for all ---------------------------------------------------------------------------
+
+    def _reduced(self, hidden: Tensor, position: Tensor, weights: Tensor) -> Tensor:
+        local = position - self._first
+        mine = (local >= 0) & (local < self._local)
+        self._tick("dispatch")
+        if hidden.is_cuda and self._local:
+            # no size is read back, so decode can be captured in a CUDA graph
+            local = torch.where(mine, local, self._local)
+            partial = self.experts_forward(hidden, local, weights.masked_fill(~mine, 0))
+        else:
+            token, slot = mine.nonzero(as_tuple=True)
+            rows = self._run(hidden[token], local[token, slot])
+            rows = rows * weights[token, slot].unsqueeze(1)
+            partial = torch.zeros_like(hidden).index_add_(0, token, rows.to(hidden.dtype))
+        self._tick("experts")
+        self.link.all_reduce(partial, self.layer)
+        ring = 2 * (self.link.size - 1) / self.link.size  # of a ring all-reduce
+        self.bytes_sent += int(ring * partial.numel() * partial.element_size())
+        self._tick("combine")
+        return partial
+
+    # -- a batch a rank ------------------------------------------------------------------------------
+
+    def _exchanged(self, hidden: Tensor, position: Tensor, weights: Tensor) -> Tensor:
+        slots, sizes = position.shape[1], list(self.placement.sizes)
+        flat = position.reshape(-1)
+        order = torch.argsort(flat)
+        counts = torch.bincount(flat, minlength=self.num_experts + 1)[: self.num_experts]
+        per_source = self.link.all_to_all(counts, sizes, [self._local] * self.link.size, self.layer)
+        sent = torch.stack([part.sum() for part in counts.split(sizes)])
+        received = per_source.view(self.link.size, self._local).sum(1)
+        send_sizes, receive_sizes = torch.stack([sent, received]).tolist()  # the layer's one sync
+        order = order[: sum(send_sizes)]  # dropped slots are last
+        token = order // slots
+        rows = self.link.all_to_all(hidden[token], send_sizes, receive_sizes, self.layer)
+        self._count(send_sizes, receive_sizes, hidden)
+        self._tick("dispatch")
+        expert = torch.arange(self._local, device=hidden.device).repeat(self.link.size)
+        expert = expert.repeat_interleave(per_source, output_size=rows.shape[0])
+        rows = self._run(rows, expert)
+        self._tick("experts")
+        rows = self.link.all_to_all(rows, receive_sizes, send_sizes, self.layer)
+        rows.mul_(weights.reshape(-1)[order].unsqueeze(1))
+        # a sum over slots, unlike index_add, is deterministic on every device
+        by_slot = rows.new_zeros((flat.shape[0], rows.shape[1]))
+        by_slot[order] = rows
+        out = by_slot.view(*position.shape, rows.shape[1]).sum(1)
+        self._tick("combine")
+        return out
+
+    def _run(self, rows: Tensor, local_ids: Tensor) -> Tensor:
+        """[rows, hidden] the local experts, one expert a row, unweighted."""
+        if rows.shape[0] == 0:
+            return rows
+        ones = torch.ones((rows.shape[0], 1), dtype=rows.dtype, device=rows.device)
+        return self.experts_forward(rows, local_ids.unsqueeze(1), ones)
+
+    def _count(self, sent: list[int], received: list[int], hidden: Tensor) -> None:
+        rank, row = self.link.rank, hidden.shape[1] * hidden.element_size()
+        self.rows_sent += sum(sent) - sent[rank]
+        self.bytes_sent += row * (sum(sent) - sent[rank] + sum(received) - received[rank])
+
+    def _tick(self, stage: str) -> None:
+        if self.clock is not None:
+            self.clock(stage)
+
+
+class PacelineEP(EPImplementation):  # type: ignore[misc]
+    """What Transformers builds for each experts module under `ep_implementation="paceline"`."""
+
+    def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        if tp_mesh.size() > 1 and not self.shares_batch:
+            raise ValueError(
+                f'ep_implementation="{NAME}" with tp_size={tp_mesh.size()} and ep_size={ep_mesh.size()}: '
+                "allowed is ep_size == tp_size (one batch for all ranks) or tp_size=1 (a batch a rank)."
+            )
+        link = Link(ep_mesh.get_group())
+        placement = ExpertPlacement.contiguous(self.num_local_experts * link.size, link.size)
+        self.parallel = ExpertParallel(self.experts_forward, placement, link, self.shares_batch)
+        experts.__dict__[EXPERT_PARALLEL] = self.parallel
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return self.parallel(hidden_states, top_k_index, top_k_weights)
+
+
+EPImplementationInterface.register(NAME, PacelineEP)
+
+
+def place_experts(
+    model: nn.Module,
+    placement: ExpertPlacement,
+    *,
+    batch: Literal["own", "shared"] = "own",
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Spread the experts of a model that every rank has loaded whole, in any placement.
+
+    Each rank keeps the experts that `placement` gives it, any number of them, and forgets the others.
+    All else of the model stays on every rank. Call it on every rank; it can't be undone.
+
+    Args:
+        model: loaded alike on every rank, without DistributedConfig.
+        placement: expert -> rank of the group.
+        batch: "own": every rank runs tokens of its own; "shared": all run the same tokens.
+        group: the ranks; None: all.
+
+    Raises:
+        ValueError: if the placement doesn't fit the group or a layer, a layer's experts are no stacked
+            weights, or the ranks don't agree; the model is untouched then.
+        ExpertParallelError: if another rank is lost, or silent for too long.
+    """
+    if batch not in ("own", "shared"):
+        raise ValueError(f'batch={batch!r} is not allowed: it is "own" or "shared".')
+    link = Link(group)
+    link.agree("placement", placement)
+    link.agree("batch", batch)
+    if placement.num_devices != link.size:
+        raise ValueError(
+            f"placement has {placement.num_devices} devices: allowed is the number of ranks, {link.size}."
+        )
+    sites = find_sites(model)
+    for site in sites:
+        _check_stacked(site.name, site.experts, placement)
+    own = list(placement.experts_of(link.rank))
+    for site in sites:
+        experts: Any = site.experts
+        with torch.no_grad():
+            for name, weight in list(experts.named_parameters(recurse=False)):
+                kept = weight[torch.tensor(own, dtype=torch.int64, device=weight.device)].clone()
+                experts._parameters[name] = nn.Parameter(kept, requires_grad=False)
+        experts.num_experts, experts._is_expert_parallel = len(own), True
+        parallel = ExpertParallel(experts.forward, placement, link, batch == "shared", site.name)
+        experts.__dict__[EXPERT_PARALLEL] = parallel
+        experts.__dict__["forward"] = _forward_of(parallel)
+
+
+def _forward_of(parallel: ExpertParallel) -> Callable[..., Tensor]:
+    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return parallel(hidden_states, top_k_index, top_k_weights).to(hidden_states.dtype)
+
+    return forward
+
+
+def _check_stacked(name: str, experts: Any, placement: ExpertPlacement) -> None:
+    weights = list(experts.parameters(recurse=False))
+    count = getattr(experts, "num_experts", None)
+    if getattr(experts, "_is_expert_parallel", False):
+        raise ValueError(f"layer {name} is spread over ranks already.")
+    if count != placement.num_experts:
+        raise ValueError(
+            f"placement has {placement.num_experts} experts, layer {name} has {count}: allowed is the "
+            "same number."
+        )
+    if any(weight.dim() < 2 or weight.shape[0] != count for weight in weights) or not weights:
+        raise ValueError(
+            f"layer {name} ({type(experts).__name__}) can't be spread: its experts are no stacked weights "
+            "[experts, ...]."
+        )
+

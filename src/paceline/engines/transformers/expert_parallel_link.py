@@ -1,0 +1,158 @@
+"""The collectives of expert parallelism: bounded in time, and with errors that name their cause."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+TIMEOUT_VARIABLE = "PACELINE_EP_TIMEOUT"
+"""Environment variable: seconds to wait for the other ranks (gloo); NCCL keeps its group's own."""
+_DEFAULT_TIMEOUT = 300.0
+
+
+class ExpertParallelError(RuntimeError):
+    """Another rank is lost, silent for too long, or does something else: this rank can't go on."""
+
+
+def join(timeout: float = _DEFAULT_TIMEOUT) -> None:
+    """Start torch.distributed under torchrun, with all waits bounded.
+
+    Transformers starts it itself while loading, but then waits two hours for a silent rank.
+
+    Args:
+        timeout: seconds to wait for other ranks.
+
+    Raises:
+        RuntimeError: if this process was not started by torchrun.
+    """
+    if dist.is_initialized():
+        return
+    if "RANK" not in os.environ:
+        raise RuntimeError("RANK is not set: start this program with torchrun --nproc-per-node N.")
+    os.environ.setdefault(TIMEOUT_VARIABLE, str(timeout))
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout))
+
+
+class Link:
+    """One rank's end of a group.
+
+    Args:
+        group: the ranks; None: all.
+        timeout: seconds to wait for them; None: $PACELINE_EP_TIMEOUT, else 300.
+
+    Raises:
+        RuntimeError: if torch.distributed has not been started.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, timeout: float | None = None) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError("torch.distributed is not started: call expert_parallel.join() first.")
+        self.group = dist.group.WORLD if group is None else group
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        if timeout is None:
+            timeout = float(os.environ.get(TIMEOUT_VARIABLE, _DEFAULT_TIMEOUT))
+        self.timeout = timeout
+        # NCCL's wait would block the host; its watchdog bounds the time instead
+        self._bounded = "gloo" in str(dist.get_backend(self.group))
+
+    def all_to_all(self, rows: Tensor, sent: list[int], received: list[int], where: str) -> Tensor:
+        """Rows to every rank and from every rank, in rank order.
+
+        Args:
+            rows: [sum(sent), ...].
+            sent: rows for each rank.
+            received: rows from each rank.
+            where: for messages.
+
+        Returns:
+            [sum(received), ...].
+        """
+        out = rows.new_empty((sum(received), *rows.shape[1:]))
+        with self._named(f"the all-to-all of {where}"):
+            self._wait(
+                dist.all_to_all_single(
+                    out, rows.contiguous(), received, sent, group=self.group, async_op=True
+                )
+            )
+        return out
+
+    def all_reduce(self, tensor: Tensor, where: str) -> None:
+        """Sum over the ranks, in place."""
+        with self._named(f"the all-reduce of {where}"):
+            self._wait(dist.all_reduce(tensor, group=self.group, async_op=True))
+
+    def all_gather(self, rows: Tensor, where: str) -> tuple[Tensor, list[int]]:
+        """The rows of all ranks in rank order, and how many each has; ranks may differ in these.
+
+        Args:
+            rows: [rows, ...], the rest of the shape alike on all ranks.
+            where: for messages.
+        """
+        count = torch.tensor([rows.shape[0]], device=rows.device)
+        counts = [torch.empty_like(count) for _ in range(self.size)]
+        with self._named(f"the all-gather of {where}"):
+            self._wait(dist.all_gather(counts, count, group=self.group, async_op=True))
+            sizes = torch.cat(counts).tolist()
+            padded = rows.new_zeros((max(sizes), *rows.shape[1:]))
+            padded[: rows.shape[0]] = rows
+            parts = [torch.empty_like(padded) for _ in range(self.size)]
+            if max(sizes):
+                self._wait(dist.all_gather(parts, padded, group=self.group, async_op=True))
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]), sizes
+
+    def agree(self, name: str, value: Any) -> None:
+        """Check that all ranks mean the same.
+
+        Raises:
+            ValueError: on every rank, naming the ranks that differ from rank 0.
+        """
+        mine = torch.tensor(list(repr(value).encode()), dtype=torch.uint8, device=self._device)
+        joined, sizes = self.all_gather(mine, f"the agreement on {name}")
+        said = [bytes(part.tolist()).decode() for part in joined.cpu().split(sizes)]
+        for rank, other in enumerate(said):
+            if other != said[0]:
+                raise ValueError(
+                    f"{name} is not the same on all ranks: rank 0 has {_shown(said[0])}, "
+                    f"rank {rank} has {_shown(other)}."
+                )
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device("cpu" if self._bounded else torch.cuda.current_device())
+
+    def _wait(self, work: Any) -> None:
+        if self._bounded:
+            work.wait(timedelta(seconds=self.timeout))
+        else:
+            work.wait()
+
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            cause = str(error).splitlines()[0]
+            late = "timed out" in cause.lower() or "timeout" in cause.lower()
+            why = (
+                f"another rank has not joined within {self.timeout:g} s (it is stuck, or runs other "
+                "forwards than this one)"
+                if late
+                else "another rank is gone"
+            )
+            raise ExpertParallelError(
+                f"rank {self.rank} of {self.size} gives up in {what}: {why}: {cause}"
+            ) from error
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= 120 else text[:117] + "..."

@@ -1,0 +1,213 @@
+"""One attached MoE layer: counts what the model chose, routes it, and runs the experts on what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.engines.transformers.discovery import (
+    Sighting,
+    Site,
+    argument_names,
+    bind,
+    count_experts,
+)
+from paceline.engines.transformers.execution import Execution
+from paceline.engines.transformers.scores import Scoring, find_scoring
+from paceline.placement import ExpertPlacement
+from paceline.policy import CapacityPolicy
+from paceline.routing import Assignment, RoutingInputs, route
+from paceline.routing.capacity import tokens_needed
+from paceline.routing.priority import token_priorities
+from paceline.routing.stats import LoadAccumulator
+
+if TYPE_CHECKING:
+    from paceline.engines.transformers.attach import Running
+
+_MISSING = object()
+
+
+class AttachedLayer:
+    """Stands in for the forward of one experts module.
+
+    Args:
+        site: where the layer is.
+        sighting: what it did with random rows.
+        index: of the layer among the model's MoE layers.
+        running: the policy and the running forward, shared by all layers.
+
+    Raises:
+        ValueError: naming the layer and why it can't be handled.
+    """
+
+    def __init__(self, site: Site, sighting: Sighting, index: int, running: Running) -> None:
+        self.site, self.index, self._running = site, index, running
+        self.name = site.name
+        self.k = sighting.ids.shape[1]
+        self.num_experts = count_experts(site, sighting)
+        self.scoring: Scoring = find_scoring(site, sighting, self.num_experts)
+        self._names = argument_names(site.experts.forward)
+        self._execution = Execution(site, sighting, self.num_experts)
+        self._former = site.experts.__dict__.get("forward", _MISSING)
+        self._original: Callable[..., Tensor] = site.experts.forward
+        self._router_call: tuple[Tensor, Any] | None = None
+        self._hook: Any = None
+        self.set_placement(None)
+
+    def set_placement(self, placement: ExpertPlacement | None) -> None:
+        """Place the experts; statistics start anew."""
+        self.placement = placement
+        counted = placement or ExpertPlacement.per_expert(self.num_experts)
+        self.loads = LoadAccumulator(self.name, counted, self.k, self.site.device)
+
+    def applicable(self, policy: CapacityPolicy) -> CapacityPolicy:
+        """The policy as it applies to this model; over ranks, all must ask for the same one."""
+        return policy
+
+    # -- taking the place of experts.forward ------------------------------------------------------
+
+    def install(self) -> None:
+        """Take the place of the experts' forward."""
+        self.site.experts.__dict__["forward"] = self.forward
+
+    def remove(self) -> None:
+        """Put everything back as it was."""
+        self.watch_router(False)
+        if self._former is _MISSING:
+            self.site.experts.__dict__.pop("forward", None)
+        else:
+            self.site.experts.__dict__["forward"] = self._former
+
+    def watch_router(self, wanted: bool) -> None:
+        """Keep what the router says, while a policy needs scores."""
+        if not wanted and self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+            self._router_call = None
+        elif wanted and self._hook is None:
+
+            def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+                self._router_call = (args[0] if args else next(iter(kwargs.values())), out)
+
+            self._hook = self.site.router.register_forward_hook(keep, with_kwargs=True)
+
+    # -- running ----------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The experts' forward: `(hidden_states, top_k_index, top_k_weights)`, by name or not."""
+        hidden, ids, weights = bind(self._names, args, kwargs)
+        running = self._running
+        if not running.routes or self._idle(ids):
+            self.loads.observe(ids, self._valid(ids.shape[0]))
+            return self._original(hidden, ids, weights)
+        assignment = self._route(self._inputs(ids, weights))
+        self.loads.add(assignment)
+        if running.policy.mode != "enforce":
+            return self._original(hidden, ids, weights)
+        return self._compute(hidden, ids, weights, assignment)
+
+    def _route(self, inputs: RoutingInputs) -> Assignment:
+        return route(inputs, self._running.policy, self.placement)
+
+    def _compute(self, hidden: Tensor, ids: Tensor, weights: Tensor, assignment: Assignment) -> Tensor:
+        """The experts on what was kept."""
+        kept_ids, kept_weights = assignment.topk_ids, assignment.topk_weights
+        if self._execution.wide_ids:
+            # ids beyond the experts are the model's own zero experts: they stay as they were
+            beyond = nn.functional.pad(ids >= self.num_experts, (0, kept_ids.shape[1] - self.k))
+            kept_ids = torch.where(beyond, _widened(ids.long(), kept_ids), kept_ids)
+            kept_weights = torch.where(beyond, _widened(weights, kept_weights), kept_weights)
+        return self._execution(self._original, hidden, kept_ids, kept_weights)
+
+    def _idle(self, ids: Tensor) -> bool:
+        """Whether it is certain on the host that nothing will be capped."""
+        policy, context = self._running.policy, self._running.context
+        enough = self._min_expert_load(ids.device.type)
+        if ids.shape[0] < tokens_needed(enough, self.k, self.num_experts):
+            return True
+        return policy.phase == "prefill" and context is not None and context.is_decode
+
+    def _min_expert_load(self, device_type: str) -> float:
+        """Mean tokens an expert, of this layer's rows, below which nothing is capped."""
+        return self._running.policy.resolved_min_expert_load(device_type)
+
+    def _valid(self, rows: int) -> Tensor | None:
+        context = self._running.context
+        if context is None or context.rows is None:
+            return None
+        if context.rows == rows:
+            return context.valid
+        return None if context.valid is None else self._rows(context.valid, rows)
+
+    def _inputs(self, ids: Tensor, weights: Tensor) -> RoutingInputs:
+        running, rows = self._running, ids.shape[0]
+        policy, context = running.policy, running.context
+        scores = None
+        if self.scoring.rule is not None:
+            if self._router_call is None:
+                raise RuntimeError(f"layer {self.name}: its experts ran before its router.")
+            scores = self.scoring(*self._router_call, ids)
+            self._router_call = None
+        source = request = priority = decode = None
+        if context is None or context.rows is None:
+            if policy.pool != "batch" or policy.protect_first or policy.drop_first:
+                raise RuntimeError(
+                    f"layer {self.name} ran outside a forward of the attached model, so which request, "
+                    f"position and modality a token has is unknown, which {policy} needs."
+                )
+            valid = None
+        else:
+            valid = self._valid(rows)
+            if policy.pool == "source" or policy.expand == "own_device":
+                devices = self.num_experts if self.placement is None else self.placement.num_devices
+                source = self._rows(context.source(devices), rows)
+            if policy.pool == "request":
+                request = self._rows(context.request, rows)
+            modality = {m: self._rows(t, rows) for m, t in context.modality.items()} if policy.drop_first else {}
+            position = self._rows(context.position, rows) if policy.protect_first else None
+            priority = token_priorities(policy, modality, position)
+            if policy.phase == "prefill" and context.is_decode:
+                decode = torch.ones(rows, dtype=torch.bool, device=ids.device)
+        return RoutingInputs(
+            topk_ids=ids,
+            topk_weights=weights,
+            scores=scores,
+            valid=valid,
+            token_source=source,
+            token_request=request,
+            token_priority=priority,
+            token_decode=decode,
+            num_experts=self.num_experts,
+            layer=self.index,
+            step=running.step,
+        )
+
+    def _rows(self, per_token: Tensor | None, rows: int) -> Any:
+        """Values [batch * length] of the rows that this layer sees.
+
+        Raises:
+            RuntimeError: if the layer sees other rows, and which ones is unknown.
+        """
+        context = self._running.context
+        assert context is not None
+        if per_token is None or per_token.shape[0] == rows:
+            return per_token
+        index = context.subset(rows, self.name)
+        if index is not None:
+            return per_token[index]
+        if per_token.dtype is torch.bool and bool(per_token.all()):
+            return None  # no padding anywhere, so none here
+        raise RuntimeError(
+            f"layer {self.name} sees {rows} rows of a batch of {list(context.shape or ())} tokens, and "
+            "which tokens they are is unknown: allowed is a batch without padding, or no policy."
+        )
+
+
+
+
+def _widened(given: Tensor, like: Tensor) -> Tensor:
+    """[tokens, k] padded to the slots of `like`."""
+    return nn.functional.pad(given, (0, like.shape[1] - given.shape[1]))

@@ -1,0 +1,1 @@
+"""Quality with and without a policy, on the same samples."""

@@ -1,0 +1,90 @@
+"""Turn texts into fixed batches: of one text each, or mixed from all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Token sequences of equal length from one text.
+
+    Attributes:
+        source: name of the text.
+        ids: [sequences, length] int64.
+    """
+
+    source: str
+    ids: Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch of sequences and where each row comes from.
+
+    Attributes:
+        ids: [rows, length] int64.
+        sources: name of each row's text, [rows].
+    """
+
+    ids: Tensor
+    sources: tuple[str, ...]
+
+
+def cut(source: str, token_ids: Sequence[int], length: int, limit: int | None = None) -> Sequences:
+    """Cut a text into sequences of `length` tokens; what is left over at the end is not used.
+
+    A text shorter than `length` gives one shorter sequence. At most `limit` sequences.
+
+    Raises:
+        ValueError: if the text has fewer than two tokens.
+    """
+    if len(token_ids) < 2:
+        raise ValueError(f"{source} is empty or a single token: nothing to run")
+    length = min(length, len(token_ids))
+    count = len(token_ids) // length
+    count = count if limit is None else min(count, limit)
+    ids = torch.tensor(token_ids[: count * length], dtype=torch.int64).view(count, length)
+    return Sequences(source, ids)
+
+
+def separate(parts: Sequence[Sequences], rows: int) -> list[Batch]:
+    """Batches of up to `rows` sequences, each of one text only."""
+    return [
+        Batch(chunk, (part.source,) * len(chunk))
+        for part in parts
+        for chunk in torch.split(part.ids, rows)
+    ]
+
+
+def mixed(parts: Sequence[Sequences], rows: int) -> list[Batch]:
+    """The same sequences dealt round-robin, so that every batch holds all texts alike.
+
+    Raises:
+        ValueError: if the texts were cut into sequences of different lengths.
+    """
+    if len({part.ids.shape[1] for part in parts}) > 1:
+        raise ValueError("mixed batches need sequences of one length: use longer or equal texts")
+    longest = max(len(part.ids) for part in parts)
+    dealt = [
+        (part.ids[turn], part.source)
+        for turn in range(longest)
+        for part in parts
+        if turn < len(part.ids)
+    ]
+    return [
+        Batch(
+            torch.stack([ids for ids, _ in dealt[start : start + rows]]),
+            tuple(source for _, source in dealt[start : start + rows]),
+        )
+        for start in range(0, len(dealt), rows)
+    ]
+
+
+def tokens_by_source(parts: Sequence[Sequences]) -> Mapping[str, int]:
+    """Tokens used of each text."""
+    return {part.source: part.ids.numel() for part in parts}

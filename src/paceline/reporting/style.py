@@ -1,0 +1,63 @@
+"""Colours and the common look of all figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+INK, MUTED, GRID, PAPER = "#1d2733", "#5b6875", "#e3e8ee", "#ffffff"
+ACCENT, BEFORE, AFTER = "#0b6e8f", "#c8553d", "#0b6e8f"
+
+FAMILY_COLOURS = {
+    "no cap": "#5b6875",
+    "Token Drop per device": "#0b6e8f",
+    "Expanded Drop per device": "#6a4fb3",
+    "Token Drop per expert": "#d08a1d",
+    "Token Drop per expert, random": "#c8553d",
+}
+FAMILY_LABELS = {  # where a marker's text goes, so that close families don't cover each other
+    "Token Drop per device": "bottom right",
+    "Expanded Drop per device": "top left",
+}
+FAMILY_SYMBOLS = {
+    "no cap": "star",
+    "Token Drop per device": "circle",
+    "Expanded Drop per device": "diamond",
+    "Token Drop per expert": "square",
+    "Token Drop per expert, random": "x",
+}
+
+# Loads relative to the mean: blue is idle, pale is the mean, red is a straggler.
+_COLD, _MEAN, _HOT, _HOTTEST = "#2f6f9f", "#f6f3ec", "#e0763f", "#7d1420"
+
+
+def load_colours(highest: float) -> list[list[Any]]:
+    """Colour scale over [0, highest] with the mean (1.0) pale, whatever the highest is."""
+    mean = 1 / max(highest, 1.01)
+    middle = mean + (1 - mean) * 0.45
+    return [[0, _COLD], [mean, _MEAN], [middle, _HOT], [1, _HOTTEST]]
+
+
+def layout(height: int, **more: Any) -> dict[str, Any]:
+    """Plotly layout shared by the figures; explicit colours, so dark modes change nothing."""
+    return {
+        "height": height,
+        "paper_bgcolor": PAPER,
+        "plot_bgcolor": PAPER,
+        "font": {"family": "system-ui, -apple-system, 'Segoe UI', sans-serif", "color": INK},
+        "margin": {"l": 62, "r": 18, "t": 20, "b": 56},
+        "legend": {"orientation": "h", "yanchor": "bottom", "y": 1.02, "x": 0},
+        "hoverlabel": {"bgcolor": INK, "font": {"color": PAPER}},
+        **more,
+    }
+
+
+def axis(title: str, **more: Any) -> dict[str, Any]:
+    """An axis with a title."""
+    return {
+        "title": {"text": title, "standoff": 10},
+        "gridcolor": GRID,
+        "zerolinecolor": GRID,
+        "linecolor": MUTED,
+        "automargin": True,
+        **more,
+    }

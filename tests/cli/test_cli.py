@@ -1,0 +1,247 @@
+"""The command: what it prints, its exit codes, and one sentence for every bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from paceline.cli.app import app
+from paceline.cli.errors import sentence
+from paceline.demo.assets import MODEL_FOLDER
+
+RUN = ["--tokens", "1024", "--batch-size", "8", "--sequence-length", "64"]
+
+
+def run(*arguments: str | Path) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def offline() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Tiny random models with the demo's tokenizer: uneven (10 experts) and dense."""
+    import torch
+    from transformers import (
+        AutoTokenizer,
+        LlamaConfig,
+        LlamaForCausalLM,
+        OlmoeConfig,
+        OlmoeForCausalLM,
+    )
+
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_FOLDER)
+    size = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 512,
+    }
+    built = {
+        "moe": OlmoeForCausalLM(OlmoeConfig(**size, num_experts=10, num_experts_per_tok=3)),
+        "dense": LlamaForCausalLM(LlamaConfig(**size)),
+    }
+    folders = {}
+    for name, model in built.items():
+        folders[name] = tmp_path_factory.mktemp("models") / name
+        model.save_pretrained(folders[name])
+        tokenizer.save_pretrained(folders[name])
+    return folders
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("texts") / "some.txt"
+    path.write_text("A straggler is what all the others wait for. " * 400, encoding="utf-8")
+    return path
+
+
+def test_help_has_examples_for_every_verb_with_options() -> None:
+    assert run("--help").exit_code == 0
+    for verb in ("demo", "loads"):
+        result = run(verb, "--help")
+        assert result.exit_code == 0
+        assert f"paceline {verb}" in result.stdout.split("Examples:")[1]
+
+
+def test_version_and_module_entry() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == run("version").stdout
+    assert done.stdout.strip()[0].isdigit()
+
+
+def test_help_loads_no_heavy_library_of_ours() -> None:
+    """The verbs themselves import torch, transformers and plotly only when they run."""
+    code = (
+        "import sys; from paceline.cli.app import app; "
+        "print([m for m in ('transformers', 'plotly') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_loads_of_the_demo_model() -> None:
+    result = run("loads", "demo", *RUN)
+    assert result.exit_code == 0, result.stderr
+    assert "An average device waits" in " ".join(result.stdout.split())
+    assert "dropped" not in result.stdout
+
+
+def test_json_is_json_and_adds_up() -> None:
+    result = run("loads", "demo", "--text", "german", "--text", "python", "--mix", "--json", *RUN)
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["tokens_by_text"] == {"german": 512, "python": 512}
+    assert found["policy"] is None
+    for layer in found["layers"]:
+        assert sum(layer["expert_loads_before"]) == 1024 * 4
+        assert layer["device_loads_before"][layer["busiest_device"]] == max(
+            layer["device_loads_before"]
+        )
+        assert layer["dropped"] == 0
+    assert found["overall"]["straggler_loss_before"] == pytest.approx(
+        1 - 1 / found["overall"]["device_peak_to_mean_before"]
+    )
+
+
+def test_policy_is_applied_and_shadow_only_counts() -> None:
+    policy = ("--policy", "capacity_factor=1,min_expert_load=0", "--json", *RUN)
+    enforced = json.loads(run("loads", "demo", *policy).stdout)
+    shadow = json.loads(run("loads", "demo", "--shadow", *policy).stdout)
+    assert enforced["overall"]["dropped_share"] > 0
+    assert enforced["overall"]["device_peak_to_mean_after"] <= 1.01
+    assert shadow["mode"] == "shadow"
+    # In shadow nothing changes, so the first layer, which sees the same input, counts the same.
+    assert shadow["layers"][0]["dropped"] == enforced["layers"][0]["dropped"]
+    assert "would drop" in shadow["verdict"][1]
+
+
+def test_loads_of_a_saved_model_with_uneven_devices(
+    models: dict[str, Path], text: Path, tmp_path: Path
+) -> None:
+    html = tmp_path / "loads.html"
+    arguments = ("--text", text, "--devices", "4", "--html", html, "--json", *RUN)
+    result = run("loads", models["moe"], *arguments)
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert [layer["experts_per_device"] for layer in found["layers"]] == [[3, 3, 2, 2]] * 2
+    assert "different numbers of experts" in found["verdict"][-1]
+    page = html.read_text(encoding="utf-8")
+    assert found["verdict"][0] in page
+    assert stat.S_IMODE(html.stat().st_mode) == 0o600
+    table = page.split('<table id="layers">')[1].split("</table>")[0]
+    for layer in found["layers"]:
+        assert f"<td>{layer['device_peak_to_mean_before']:.2f}\u00d7</td>" in table
+
+
+def test_short_text_is_one_short_sequence(models: dict[str, Path], tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("Only a few words here.", encoding="utf-8")
+    result = run("loads", models["moe"], "--text", short, "--devices", "2", "--json", *RUN)
+    assert result.exit_code == 0, result.stderr
+    assert 2 <= json.loads(result.stdout)["tokens_by_text"][str(short)] < 64
+
+
+BAD = {
+    "missing text": (["{moe}", "--text", "{tmp}/none.txt"], "none.txt can't be read"),
+    "no text": (["{moe}"], "--text FILE"),
+    "empty text": (["{moe}", "--text", "{tmp}/empty.txt"], "is empty"),
+    "binary text": (["{moe}", "--text", "{tmp}/binary.txt"], "not UTF-8"),
+    "folder as text": (["{moe}", "--text", "{tmp}"], "can't be read"),
+    "dense model": (["{dense}", "--text", "{text}"], "Mixture-of-Experts"),
+    "too many devices": (["{moe}", "--text", "{text}", "--devices", "11"], "11"),
+    "no devices": (["{moe}", "--text", "{text}", "--devices", "0"], "at least 1"),
+    "bad policy": (["{moe}", "--text", "{text}", "--policy", "speed=9"], "speed"),
+    "bad factor": (["{moe}", "--text", "{text}", "--policy", "capacity_factor=-1"], "-1"),
+    "shadow alone": (["{moe}", "--text", "{text}", "--shadow"], "--policy"),
+    "no such folder": (["{tmp}/none", "--text", "{text}"], "no model folder"),
+    "folder without model": (["{tmp}", "--text", "{text}"], "config.json is missing"),
+    "file as model": (["{text}", "--text", "{text}"], "is a file"),
+    "broken config": (["{tmp}/broken", "--text", "{text}"], "can't load the model"),
+    "hub without network": (["someone/no-such-moe", "--text", "{text}"], "can't be reached"),
+    "sequence too long": (["{moe}", "--text", "{text}", "--sequence-length", "600"], "512"),
+    "no tokens": (["{moe}", "--text", "{text}", "--tokens", "0"], "tokens must be at least"),
+    "page nowhere": (["{moe}", "--text", "{text}", "--html", "{tmp}/none/x.html"], "no folder"),
+    "unknown option": (["{moe}", "--nonsense"], "nonsense"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_sentence_and_exit_code_2(
+    case: str, models: dict[str, Path], text: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00\x80")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{not json")
+    arguments, expected = BAD[case]
+    names = {"tmp": tmp_path, "text": text, **models}
+    result = run("loads", *(argument.format(**names) for argument in arguments), "--json")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert expected in " ".join(result.stderr.split())
+    assert "Traceback" not in result.stderr
+    if case != "unknown option":
+        assert len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root reads everything")
+def test_unreadable_folder(models: dict[str, Path], text: Path, tmp_path: Path) -> None:
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0)
+    result = run("loads", locked, "--text", text)
+    assert result.exit_code == 2
+    assert "can't be read" in result.stderr
+
+
+def test_demo_reports_an_impossible_folder(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    result = run("demo", "--quick", "--out", blocked)
+    assert result.exit_code == 2
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_demo_says_where_the_page_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole run is tested elsewhere; here only what the command prints of its results."""
+    from paceline.demo import run as module
+
+    part = {
+        "perplexity_change": {"mean": 0.01},
+        "dropped_share": 0.03,
+        "device_peak_to_mean": 1.25,
+        "emulated": {"speedup": {"median": 1.2}},
+    }
+    fake = {
+        "findings": {"headline": "A headline.", "lines": ["A finding."]},
+        "policies": [{"label": "some policy", "one_domain": part, "mixed": part}],
+    }
+    monkeypatch.setattr(module, "run_demo", lambda out, **_: fake)
+    result = run("demo", "--out", tmp_path)
+    assert result.exit_code == 0, result.stderr
+    for words in ("A headline.", "A finding.", "some policy", "+1.00%", "index.html"):
+        assert words in result.stdout
+
+
+def test_sentence_is_one_line() -> None:
+    assert sentence(ValueError("two\n lines")) == "two lines"
+    assert sentence(FileNotFoundError(2, "No such file", "x.txt")) == "x.txt: No such file"
+    assert sentence(ValueError()) == "ValueError"

@@ -1,0 +1,414 @@
+"""What each rank does: one function a check, run by `ranks.run_ranks` with the same names on all ranks.
+
+A model that every rank also has whole is the reference; it runs the tokens of all ranks at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+from transformers.utils import logging
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
+import tiny_models
+
+from paceline import CapacityPolicy, ExpertPlacement
+from paceline.engines.transformers import attach, expert_parallel
+from paceline.engines.transformers.expert_parallel import ExpertParallelError, place_experts
+
+FOLDER = Path(sys.argv[1])
+NAMES = ("mixtral", "olmoe")
+EXPERTS = tiny_models.NUM_EXPERTS
+POLICIES = (
+    "capacity_factor=1.0",
+    "capacity_factor=1.1,unit=expert",
+    "capacity_factor=0.7,keep=weight,renormalize=true",
+    "capacity_factor=1.0,keep=random,seed=3",
+    "capacity_factor=0.8,keep=last,protect_first=4",
+    "capacity_factor=0.5,pool=request",
+)
+OWN_POLICIES = (*POLICIES, "capacity_factor=1.25,expand=own_device", "capacity_factor=1.0,pool=batch,keep=last")
+TOGETHER = (
+    "capacity_factor=1.0,pool=batch",
+    "capacity_factor=0.8,pool=batch,keep=random",
+    "capacity_factor=1.2,pool=batch,keep=first,protect_first=3",
+    "capacity_factor=1.25,pool=batch,expand=all",
+    "capacity_factor=1.25,pool=batch,expand=own_device,max_experts=2",
+)
+LAYOUTS = {
+    "shared": {"tp_size": 2, "ep_size": 2},
+    "own": {"fsdp_size": 2, "ep_size": 2, "tp_size": 1},
+}
+PLACEMENTS = {
+    "uneven": ExpertPlacement.explicit([0] * 5 + [1] * 3),
+    "scattered": ExpertPlacement.explicit([1, 0, 0, 1, 0, 1, 0, 1]),
+    "empty": ExpertPlacement.explicit([1] * EXPERTS, num_devices=2),
+}
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def whole(name: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(FOLDER / name).eval()
+
+
+def spread(name: str, layout: str) -> Any:
+    config = DistributedConfig(**LAYOUTS[layout], ep_implementation="paceline")
+    return AutoModelForCausalLM.from_pretrained(FOLDER / name, distributed_config=config).eval()
+
+
+def policy_of(text: str) -> CapacityPolicy:
+    return CapacityPolicy.parse(text + ",min_expert_load=0")
+
+
+def logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    with torch.no_grad():
+        out = model(**batch).logits
+    return out.full_tensor() if hasattr(out, "full_tensor") else out
+
+
+def near(got: Tensor, want: Tensor, mask: Tensor, what: str) -> None:
+    """Real tokens agree to 1e-5 (relative to logits of order 1)."""
+    real = mask.bool()
+    worst = (got[real] - want[real]).abs().max().item() if bool(real.any()) else 0.0
+    scale = max(1.0, want[real].abs().max().item()) if bool(real.any()) else 1.0
+    assert worst <= 1e-5 * scale, f"{what}: differs by {worst:.2e} (largest logit {scale:.1f})"
+
+
+def batches() -> list[dict[str, Tensor]]:
+    """Rank 0 has 3 sequences, rank 1 has 1, with padding on both."""
+    first = tiny_models.inputs(batch=3, length=24, seed=5, pad=7)
+    second = tiny_models.inputs(batch=1, length=24, seed=6, pad=9)
+    return [first, second]
+
+
+def joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+
+
+def same_everywhere(tensor: Tensor, what: str) -> None:
+    """All ranks hold the same bits."""
+    others = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, tensor.contiguous())
+    assert all(torch.equal(tensor, other) for other in others), f"{what} differs between ranks"
+
+
+# -- one batch for all ranks -----------------------------------------------------------------------
+
+
+def compare_shared(name: str, model: Any, placement: ExpertPlacement, what: str) -> None:
+    reference, batch = whole(name), tiny_models.inputs(batch=3, length=24, pad=7)
+    mask = batch["attention_mask"]
+    near(logits(model, batch), logits(reference, batch), mask, f"{what}, not attached")
+    for text in ("", *POLICIES, "capacity_factor=1.25,expand=all", "capacity_factor=1.0,mode=shadow"):
+        policy = policy_of(text) if text else None
+        with attach(reference, policy, placement) as one, attach(model, policy) as many:
+            got, want = logits(model, batch), logits(reference, batch)
+            near(got, want, mask, f"{what}, {text}")
+            same_everywhere(got, f"{what}, {text}: logits")
+            for a, b in zip(many.stats().layers, one.stats().layers, strict=True):
+                assert a.expert_loads_after == b.expert_loads_after, f"{what}, {text}: loads"
+                assert a.dropped == b.dropped, f"{what}, {text}: dropped"
+
+
+def shared() -> None:
+    for name in NAMES:
+        compare_shared(name, spread(name, "shared"), ExpertPlacement.contiguous(EXPERTS, 2), f"{name} shared")
+
+
+def shared_placed() -> None:
+    for kind, placement in PLACEMENTS.items():
+        model = whole("olmoe")
+        place_experts(model, placement, batch="shared")
+        compare_shared("olmoe", model, placement, f"olmoe shared {kind}")
+
+
+# -- a batch a rank --------------------------------------------------------------------------------
+
+
+def compare_own(name: str, model: Any, placement: ExpertPlacement, what: str, texts: tuple[str, ...]) -> None:
+    reference, parts = whole(name), batches()
+    together, mine = joined(parts), parts[rank()]
+    sizes = [len(part["input_ids"]) for part in parts]
+    source = torch.arange(2).repeat_interleave(torch.tensor(sizes))
+    start = sum(sizes[: rank()])
+    rows = slice(start, start + sizes[rank()])
+    mask = mine["attention_mask"]
+    for text in ("", *texts):
+        policy = policy_of(text) if text else None
+        one_policy = policy
+        if policy is not None and "pool" not in text:
+            one_policy = policy.replace(pool="source")
+        with (
+            attach(reference, one_policy, placement, token_source=source) as one,
+            attach(model, policy) as many,
+        ):
+            assert one_policy is None or many.policy.pool == one_policy.pool
+            near(logits(model, mine), logits(reference, together)[rows], mask, f"{what}, {text}")
+            for a, b in zip(many.stats().layers, one.stats().layers, strict=True):
+                summed = torch.tensor([*a.expert_loads_after, a.dropped, a.extras, a.tokens])
+                dist.all_reduce(summed)
+                wanted = [*b.expert_loads_after, b.dropped, b.extras, b.tokens]
+                assert summed.tolist() == wanted, f"{what}, {text}: {summed.tolist()} for {wanted}"
+
+
+def own() -> None:
+    for name in NAMES:
+        model = spread(name, "own")
+        placement = ExpertPlacement.contiguous(EXPERTS, 2)
+        compare_own(name, model, placement, f"{name} own", (*OWN_POLICIES, *TOGETHER))
+
+
+def own_placed() -> None:
+    for kind, placement in PLACEMENTS.items():
+        model = whole("olmoe")
+        place_experts(model, placement)
+        compare_own("olmoe", model, placement, f"olmoe own {kind}", (POLICIES[0], OWN_POLICIES[-2], TOGETHER[0]))
+
+
+# -- generating ------------------------------------------------------------------------------------
+
+
+def generate() -> None:
+    """Prompts of both ranks, prefill and cached decode, as one process; rank 0 stops early."""
+    for layout in LAYOUTS:
+        reference, model = whole("mixtral"), spread("mixtral", layout)
+        parts = batches() if layout == "own" else [tiny_models.inputs(batch=3, length=24, pad=7)] * 2
+        together = joined(parts) if layout == "own" else parts[0]
+        source = torch.arange(2).repeat_interleave(torch.tensor([3, 1])) if layout == "own" else None
+        rows = slice(0, 3) if layout == "shared" or rank() == 0 else slice(3, 4)
+        placement = ExpertPlacement.contiguous(EXPERTS, 2)
+        policy = policy_of("capacity_factor=1.0,keep=score")
+        one_policy = policy.replace(pool="source") if layout == "own" else policy
+        options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        with attach(reference, one_policy, placement, token_source=source), attach(model, policy) as pace:
+            want = reference.generate(**together, **options)[rows]
+            got = model.generate(**parts[rank()], **options)
+            assert torch.equal(got, want), f"{layout}: {got.tolist()} for {want.tolist()}"
+            assert pace.stats().layers[0].capped_forwards == 6
+            pace.policy = policy_of("capacity_factor=1.0,phase=prefill")
+            pace.reset_stats()
+            model.generate(**parts[rank()], **options)
+            assert pace.stats().layers[0].capped_forwards == 1
+            if layout == "own":  # ranks may end at different times
+                options["max_new_tokens"] = 2 if rank() == 0 else 9
+                assert model.generate(**parts[rank()], **options).shape[1] == 24 + options["max_new_tokens"]
+
+
+def idle_rank() -> None:
+    """A rank with padding only still serves the others, and so does a layer given no row at all."""
+    batch = tiny_models.inputs(batch=2, length=24)
+    placement = ExpertPlacement.contiguous(EXPERTS, 2)
+    reference = whole("olmoe")
+    placed = whole("olmoe")
+    place_experts(placed, placement)
+    for model in (spread("olmoe", "own"), placed):
+        for text in ("capacity_factor=1.0", "capacity_factor=1.0,pool=batch"):
+            policy, mine = policy_of(text), dict(batch)
+            if rank() == 1:
+                mine["attention_mask"] = torch.zeros_like(batch["attention_mask"])
+            source = torch.zeros(2, dtype=torch.int64)
+            one_policy = policy if "pool" in text else policy.replace(pool="source")
+            with attach(model, policy) as pace:
+                got = logits(model, mine)
+                assert pace.stats().layers[0].tokens == (48 if rank() == 0 else 0)
+            if rank() == 0:
+                with attach(reference, one_policy, placement, token_source=source):
+                    near(got, logits(reference, batch), batch["attention_mask"], text)
+    rows = 6 if rank() == 0 else 0
+    block, experts = reference.model.layers[0].mlp, placed.model.layers[0].mlp
+    hidden = torch.randn((1, 6, 32), generator=torch.Generator().manual_seed(0))[:, :rows]
+    for text in (None, policy_of("capacity_factor=10"), policy_of("capacity_factor=10,pool=batch")):
+        with attach(placed, text), torch.no_grad():
+            got = experts(hidden)
+            assert got.shape == hidden.shape
+            assert torch.allclose(got, block(hidden), atol=1e-5) or not rows
+
+
+# -- what is sent ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def counted() -> Iterator[list[tuple[str, int, list[int]]]]:
+    """Every collective of torch.distributed inside: name, bytes a row, rows for each rank."""
+    calls: list[tuple[str, int, list[int]]] = []
+    exchange, reduce, gather = dist.all_to_all_single, dist.all_reduce, dist.all_gather
+
+    def all_to_all(out: Tensor, rows: Tensor, received: Any, sent: Any, **kwargs: Any) -> Any:
+        kind = "counts" if rows.dim() == 1 else "rows"
+        calls.append((kind, rows[:1].numel() * rows.element_size(), list(sent)))
+        return exchange(out, rows, received, sent, **kwargs)
+
+    def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(("reduce", tensor.numel() * tensor.element_size(), []))
+        return reduce(tensor, *args, **kwargs)
+
+    def all_gather(out: list[Tensor], rows: Tensor, **kwargs: Any) -> Any:
+        calls.append(("gather", rows[:1].numel() * rows.element_size(), [rows.shape[0]]))
+        return gather(out, rows, **kwargs)
+
+    dist.all_to_all_single, dist.all_reduce, dist.all_gather = all_to_all, all_reduce, all_gather
+    try:
+        yield calls
+    finally:
+        dist.all_to_all_single, dist.all_reduce, dist.all_gather = exchange, reduce, gather
+
+
+def sent() -> None:
+    """Dropped assignments are not sent; the default under data parallelism adds no collective."""
+    model = whole("olmoe")
+    placement = PLACEMENTS["scattered"]
+    place_experts(model, placement)
+    reference, parts = whole("olmoe"), batches()
+    mine, hidden = parts[rank()], reference.config.hidden_size
+    layers = reference.config.num_hidden_layers
+    for text in ("", "capacity_factor=0.75", "capacity_factor=0.75,pool=batch"):
+        with attach(model, policy_of(text) if text else None) as pace:
+            for layer in pace._layers:
+                layer.parallel.rows_sent = layer.parallel.bytes_sent = 0
+            with counted() as calls:
+                logits(model, mine)
+            stats = pace.stats().layers
+        rows = [call for call in calls if call[0] == "rows"]
+        assert len(rows) == 2 * layers
+        assert len([call for call in calls if call[0] == "counts"]) == layers
+        gathers = [call for call in calls if call[0] == "gather"]
+        assert len(gathers) == (2 * layers if "batch" in text else 0)
+        assert len(calls) == 3 * layers + len(gathers)
+        # without a policy padding is sent as ever: the stats count real tokens alone
+        padding = 0 if text else (mine["attention_mask"] == 0).sum().item() * tiny_models.TOP_K
+        for layer, (_, width, dispatched) in zip(stats, rows[::2], strict=True):
+            assert width == hidden * 4
+            assert sum(dispatched) == sum(layer.expert_loads_after) + padding
+            if text:
+                assert dispatched == layer.device_loads_after
+        # capacity of each rank's experts, for this rank's tokens: all that may arrive
+        total = torch.tensor([sum(call[2]) for call in rows[::2]])
+        for layer, (_, width, returned) in zip(pace._layers, rows[1::2], strict=True):
+            away = 1 - rank()
+            dispatched = rows[2 * layer.index][2]
+            assert layer.parallel.rows_sent == dispatched[away]
+            own = width * (dispatched[away] + returned[away])
+            assert layer.parallel.bytes_sent >= own
+            assert layer.parallel.bytes_sent == own or "batch" in text
+        dist.all_reduce(total)
+        if text:
+            tokens = sum(int(part["attention_mask"].sum()) for part in parts)
+            for got, layer in zip(total.tolist(), stats, strict=True):
+                assert got <= tokens * tiny_models.TOP_K, layer.name
+
+
+def shared_sends_nothing() -> None:
+    """Ranks that share a batch send no token: one all-reduce a layer."""
+    model = whole("olmoe")
+    place_experts(model, PLACEMENTS["uneven"], batch="shared")
+    batch = tiny_models.inputs(batch=2, length=24)
+    with attach(model, policy_of("capacity_factor=0.75")), counted() as calls:
+        logits(model, batch)
+    assert [call[0] for call in calls] == ["reduce"] * model.config.num_hidden_layers
+
+
+# -- failing ---------------------------------------------------------------------------------------
+
+
+def refused(kind: type[Exception], message: str, act: Callable[[], Any]) -> None:
+    try:
+        act()
+    except kind as error:
+        assert message in str(error), f"{error} does not say {message}"
+    else:
+        raise AssertionError(f"nothing was raised where {message!r} was expected")
+
+
+def disagreements() -> None:
+    """Whatever the ranks disagree on ends all of them with the same sentence."""
+    own = [0, 0, 0, 0, 1, 1, 1, 1] if rank() == 0 else [1, 1, 1, 1, 0, 0, 0, 0]
+    model = whole("olmoe")
+    refused(
+        ValueError,
+        "placement is not the same on all ranks: rank 0 has",
+        lambda: place_experts(model, ExpertPlacement.explicit(own)),
+    )
+    refused(ValueError, "the number of ranks, 2", lambda: place_experts(model, ExpertPlacement.per_expert(EXPERTS)))
+    refused(ValueError, "has 8: allowed", lambda: place_experts(model, ExpertPlacement.contiguous(6, 2)))
+    place_experts(model, PLACEMENTS["scattered"])
+    refused(ValueError, "spread over ranks", lambda: place_experts(model, PLACEMENTS["scattered"]))
+    factor = 1.0 + rank()
+    refused(ValueError, "policy is not the same", lambda: attach(model, CapacityPolicy(capacity_factor=factor)))
+    placement = ExpertPlacement.explicit(own)
+    refused(ValueError, "placement is not the same", lambda: attach(model, None, placement))
+    refused(
+        ValueError, "is not where the experts", lambda: attach(model, None, ExpertPlacement.contiguous(EXPERTS, 2))
+    )
+    refused(ValueError, "a token lives on its rank", lambda: attach(model, token_source="sequence"))
+    with attach(model) as pace:
+        refused(ValueError, "policy is not the same", lambda: setattr(pace, "policy", f"capacity_factor={factor}"))
+        assert pace.policy == CapacityPolicy(mode="observe")
+    stock = AutoModelForCausalLM.from_pretrained(
+        FOLDER / "olmoe", distributed_config=DistributedConfig(**LAYOUTS["shared"])
+    ).eval()
+    refused(ValueError, 'ep_implementation="paceline"', lambda: attach(stock))
+
+
+def lost_rank() -> None:
+    """Rank 1 dies between two forwards; rank 0 says so."""
+    model = spread("mixtral", "own")
+    with attach(model, policy_of("capacity_factor=1.0")):
+        logits(model, batches()[rank()])
+        if rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        logits(model, batches()[rank()])
+
+
+def lost_in_layer() -> None:
+    """Rank 1 dies in place of its second MoE layer; rank 0 names the layer."""
+    model = whole("olmoe")
+    place_experts(model, PLACEMENTS["scattered"])
+    if rank() == 1:
+        model.model.layers[1].mlp.experts.register_forward_pre_hook(
+            lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        )
+    logits(model, batches()[rank()])
+
+
+def silent_rank() -> None:
+    """Rank 1 never joins a forward; rank 0 gives up after its time-out."""
+    model = whole("olmoe")
+    place_experts(model, PLACEMENTS["scattered"])
+    if rank() == 1:
+        time.sleep(60)
+    start = time.perf_counter()
+    refused(ExpertParallelError, "has not joined within 3 s", lambda: logits(model, batches()[0]))
+    assert time.perf_counter() - start < 15
+    os._exit(0)
+
+
+def main() -> None:
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    expert_parallel.join(timeout=float(os.environ.get("PACELINE_EP_TIMEOUT", 60)))
+    for name in sys.argv[2:]:
+        start = time.perf_counter()
+        globals()[name]()
+        print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Run a check of `checks.py` on several gloo ranks of this machine, in bounded time."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What one rank left behind."""
+
+    code: int
+    output: str
+
+
+def run_ranks(*names: str, folder: Path, ranks: int = 2, timeout: float = 150, **env: str) -> list[Finished]:
+    """Run the named checks one after the other in every rank; kill what isn't done in time.
+
+    Args:
+        names: functions of checks.py.
+        folder: where they find the tiny models.
+        ranks: processes.
+        timeout: seconds for all.
+        env: further environment variables.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(ranks):
+        environment = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            **env,
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(HERE / "checks.py"), str(folder), *names],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    finished = []
+    try:
+        for process in processes:
+            output, _ = process.communicate(timeout=timeout)
+            finished.append(Finished(process.returncode, output))
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+    return finished
+
+
+def assert_passed(finished: list[Finished]) -> None:
+    """Every rank ran every check to its end."""
+    for rank, result in enumerate(finished):
+        assert result.code == 0, f"rank {rank} ended with {result.code}:\n{result.output[-6000:]}"

@@ -1,0 +1,118 @@
+"""Wording, figures and files of the reports."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+
+from paceline.reporting.environment import environment
+from paceline.reporting.figures import FLOOR, load_map, relative, scatter
+from paceline.reporting.files import to_json, write_text
+from paceline.reporting.page import render
+from paceline.reporting.style import load_colours
+from paceline.reporting.wording import percent, signed_percent, times
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [
+        (0.0024, "+0.24%"),
+        (-0.0031, "\u22120.31%"),
+        (0.0, "0.00%"),
+        (-0.00001, "0.00%"),
+        (0.281, "+28.1%"),
+        (1.9, "+190%"),
+    ],
+)
+def test_signed_percent(share: float, text: str) -> None:
+    assert signed_percent(share) == text
+
+
+def test_plain_figures() -> None:
+    assert percent(0.1234) == "12.3%"
+    assert percent(0.38, 0) == "38%"
+    assert times(1.684) == "1.68\u00d7"
+
+
+def test_relative_loads_respect_device_sizes() -> None:
+    assert relative([6, 6], [2, 1]) == [0.75, 1.5]
+    assert relative([0, 0]) == [0.0, 0.0]
+
+
+def test_load_map_has_a_button_for_each_panel_and_lines_between_devices() -> None:
+    rows = [[1.0, 2.0, 0.5], [0.2, 1.1, 1.7]]
+    figure = load_map({"a": rows, "b": rows}, [2, 1], ["layer 0", "layer 1"])
+    assert figure["data"][0]["z"] == rows
+    assert [button["label"] for button in figure["layout"]["updatemenus"][0]["buttons"]] == [
+        "a",
+        "b",
+    ]
+    assert [line["x0"] for line in figure["layout"]["shapes"]] == [1.5]
+    assert "updatemenus" not in load_map({"a": rows}, [2, 1], ["0", "1"])["layout"]
+
+
+def test_colours_put_the_mean_where_it_belongs() -> None:
+    scale = load_colours(4.0)
+    assert [stop for stop, _ in scale] == sorted(stop for stop, _ in scale)
+    assert scale[1][0] == 0.25
+    assert load_colours(0.5)[-1][0] == 1
+
+
+def test_improvements_are_drawn_on_the_floor_and_told_in_full() -> None:
+    rows = [{"label": "x", "family": "f", "change": -0.3, "peak": 1.2}]
+    trace = scatter(rows, "peak", "busiest")["data"][0]
+    assert trace["y"] == [FLOOR]
+    assert trace["customdata"] == [["x", -0.3]]
+
+
+def test_private_files_are_private_and_writing_replaces(tmp_path: Path) -> None:
+    path = tmp_path / "x.html"
+    write_text(path, "one", private=False)
+    assert stat.S_IMODE(path.stat().st_mode) & 0o400
+    write_text(path, "two", private=True)
+    assert path.read_text() == "two"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(OSError, match="No such file"):
+        write_text(tmp_path / "missing" / "x", "text", private=True)
+
+
+def test_json_is_strict() -> None:
+    assert json.loads(to_json({"a": [1, None]})) == {"a": [1, None]}
+    with pytest.raises(ValueError, match="JSON"):
+        to_json({"a": float("nan")})
+
+
+def test_environment_names_hardware_and_versions_but_no_host() -> None:
+    import platform
+
+    found = environment()
+    assert {"python", "torch", "transformers"} <= set(found["versions"])
+    assert found["machine"]["cores"] >= 1
+    assert platform.node() not in json.dumps(found) or not platform.node()
+
+
+def test_pages_escape_what_users_name() -> None:
+    evil = "</script><script>alert(1)</script>"
+    result = {
+        "model": evil,
+        "devices": 2,
+        "policy": None,
+        "verdict": [evil],
+        "tokens_by_text": {evil: 3},
+        "batches": 1,
+        "mixed": False,
+        "layers": [],
+        "overall": {},
+        "created": "now",
+        "command": evil,
+        "seconds": None,
+        **environment(),
+    }
+    figure = {"data": [{"name": evil}], "layout": {}}
+    page = render("loads.html.j2", {"peaks": figure}, title=evil, results=result, plots=["peaks"])
+    assert "<script>alert" not in page
+    assert "Content-Security-Policy" in page
