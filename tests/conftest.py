@@ -13,7 +13,7 @@ settings.register_profile(
     "ci", derandomize=True, deadline=None, max_examples=60, suppress_health_check=_SLOW_IS_FINE
 )
 settings.register_profile(
-    "deep", deadline=None, max_examples=3000, suppress_health_check=_SLOW_IS_FINE
+    "deep", deadline=None, max_examples=2000, suppress_health_check=_SLOW_IS_FINE
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 

@@ -49,7 +49,8 @@ class Expected:
 
 def capacity_of(factor: Fraction, tokens: int, k: int, hosted: int, experts: int) -> int:
     """ceil(factor * tokens * k * hosted / experts), at most the largest int64."""
-    return min(math.ceil(factor * tokens * k * hosted / experts), INT64_MAX)
+    above, below = factor.numerator * tokens * k * hosted, factor.denominator * experts
+    return min(-(-above // below), INT64_MAX)
 
 
 def mix32(x: int) -> int:
@@ -98,7 +99,7 @@ def route_oracle(inputs: Any, policy: Any, placement: Any = None) -> Expected:
     valid = [True] * T if inputs.valid is None else inputs.valid.tolist()
     tokens = [t for t in range(T) if valid[t]]
     if policy.pool == "batch":
-        pools, pool_of = 1, {t: 0 for t in tokens}
+        pools, pool_of = 1, dict.fromkeys(tokens, 0)
     elif policy.pool == "source":
         pools, pool_of = devices, {t: int(inputs.token_source[t]) for t in tokens}
     else:
@@ -255,7 +256,7 @@ def route_oracle(inputs: Any, policy: Any, placement: Any = None) -> Expected:
         lost = len(own[t]) - sum(1 for a in mine_kept if a.slot < k)
         former, now = sum(a.weight for a in own[t]), sum(a.weight for a in mine_kept)
         scale = 1.0
-        if policy.renormalize and lost and now > 0:
+        if policy.renormalize and lost and 0 < now < math.inf and math.isfinite(former):
             scale = former / now
             expected.renormalized.add(t)
         for a in mine_kept:

@@ -16,6 +16,7 @@ ID_DTYPES = [torch.uint8, torch.int16, torch.int32, torch.int64]
 WEIGHT_DTYPES = [torch.float32, torch.float32, torch.bfloat16, torch.float16]
 FEW = np.array([0.0, 0.125, 0.25, 0.5, 1.0], dtype=np.float32)
 ODD = np.array([np.nan, -np.inf, -0.0, 0.0, 0.5, -0.25, 2.0**-20], dtype=np.float32)
+ZEROS = np.array([0.0, -0.0], dtype=np.float32)
 
 
 @dataclass
@@ -54,17 +55,17 @@ def placements(draw: Any, num_experts: int, optional: bool = True) -> ExpertPlac
 @st.composite
 def policies(draw: Any, k: int = 2, expansion: bool | None = None, **fixed: Any) -> CapacityPolicy:
     """Any policy that can be combined; `fixed` fields stay as given."""
-    fields: dict[str, Any] = dict(
-        capacity_factor=draw(st.sampled_from(FACTORS)),
-        unit=draw(st.sampled_from(["device", "expert"])),
-        pool=draw(st.sampled_from(["batch", "source", "request"])),
-        keep=draw(st.sampled_from(["score", "score", "weight", "first", "last", "random"])),
-        min_expert_load=draw(st.sampled_from([0, 0, 0, 0, 0, 1, 2.5, 0.1, "auto"])),
-        phase=draw(st.sampled_from(["all", "all", "prefill"])),
-        mode=draw(st.sampled_from(["enforce"] * 4 + ["shadow"])),
-        renormalize=draw(st.booleans()),
-        seed=draw(st.sampled_from([0, 1, 12345, 2**32 - 1])),
-    )
+    fields: dict[str, Any] = {
+        "capacity_factor": draw(st.sampled_from(FACTORS)),
+        "unit": draw(st.sampled_from(["device", "expert"])),
+        "pool": draw(st.sampled_from(["batch", "source", "request"])),
+        "keep": draw(st.sampled_from(["score", "score", "weight", "first", "last", "random"])),
+        "min_expert_load": draw(st.sampled_from([0, 0, 0, 0, 0, 1, 2.5, 0.1, "auto"])),
+        "phase": draw(st.sampled_from(["all", "all", "prefill"])),
+        "mode": draw(st.sampled_from(["enforce"] * 4 + ["shadow"])),
+        "renormalize": draw(st.booleans()),
+        "seed": draw(st.sampled_from([0, 1, 12345, 2**32 - 1])),
+    }
     if draw(st.booleans()) if expansion is None else expansion:
         fields.update(
             expand=draw(st.sampled_from(["own_device", "visited_devices", "all"])),
@@ -100,7 +101,7 @@ def cases(
     placement = draw(placements(E))
     devices = E if placement is None else placement.num_devices
 
-    flavours = ["softmax", "few"] if plain else ["softmax", "few", "few", "odd"]
+    flavours = ["softmax", "few"] if plain else ["softmax", "few", "few", "odd", "zeros"]
     flavour = "distinct" if distinct else draw(st.sampled_from(flavours))
     if flavour == "distinct":
         scores = (rng.permutation(T * E).reshape(T, E) + 1).astype(np.float32) / 256
@@ -111,7 +112,8 @@ def cases(
         scores = np.exp(logits)
         scores = (scores / scores.sum(1, keepdims=True)).astype(np.float32)
     else:
-        scores = rng.choice(FEW if flavour == "few" else ODD, size=(T, E)).astype(np.float32)
+        values = {"few": FEW, "odd": ODD, "zeros": ZEROS}[flavour]
+        scores = rng.choice(values, size=(T, E)).astype(np.float32)
 
     ids = np.argsort(-scores, axis=1, kind="stable")[:, :k].astype(np.int64)
     choice = "top" if distinct else draw(st.sampled_from(["top", "top", "any", "repeat", "hot"]))
@@ -180,12 +182,20 @@ def cases(
         )
         priority = torch.from_numpy(rng.choice(levels, size=T))
     decode = None
-    if policy.phase == "prefill" and draw(st.integers(0, 4)) or some():
+    if (policy.phase == "prefill" and draw(st.integers(0, 4))) or some():
         decode = torch.from_numpy(rng.random(T) < draw(st.sampled_from([0.0, 0.3, 1.0])))
     layer, step = draw(st.sampled_from([(0, 0), (3, 17), (40, -1), (1, 2**31)]))
-    tensors = dict(topk_ids=t_ids, topk_weights=t_weights, scores=t_scores,
-                   topk_scores=t_topk_scores, valid=valid, token_source=source,
-                   token_request=request, token_priority=priority, token_decode=decode)  # fmt: skip
+    tensors = {
+        "topk_ids": t_ids,
+        "topk_weights": t_weights,
+        "scores": t_scores,
+        "topk_scores": t_topk_scores,
+        "valid": valid,
+        "token_source": source,
+        "token_request": request,
+        "token_priority": priority,
+        "token_decode": decode,
+    }
     if draw(st.integers(0, 3)) == 0:
         tensors = {n: None if x is None else _noncontiguous(x) for n, x in tensors.items()}
     inputs = RoutingInputs(

@@ -17,19 +17,23 @@ def test_contiguous_sizes_differ_by_at_most_one_larger_first(
 ) -> None:
     devices = data.draw(st.integers(1, num_experts))
     p = ExpertPlacement.contiguous(num_experts, devices)
-    assert p.num_experts == num_experts and p.num_devices == devices
+    assert p.num_experts == num_experts
+    assert p.num_devices == devices
     assert list(p.expert_to_device) == sorted(p.expert_to_device)
     sizes = [p.expert_to_device.count(d) for d in range(devices)]
     assert list(p.sizes) == sizes == sorted(sizes, reverse=True)
-    assert max(sizes) - min(sizes) <= 1 and sum(sizes) == num_experts
+    assert max(sizes) - min(sizes) <= 1
+    assert sum(sizes) == num_experts
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(0, 4))
 def test_explicit_maps_are_kept_as_given(host: list[int], empty: int) -> None:
     devices = max(host) + 1 + empty
     p = ExpertPlacement.explicit(host, num_devices=devices)
-    assert p.expert_to_device == tuple(host) and isinstance(p.expert_to_device, tuple)
-    assert p.num_devices == devices and p.num_experts == len(host)
+    assert p.expert_to_device == tuple(host)
+    assert isinstance(p.expert_to_device, tuple)
+    assert p.num_devices == devices
+    assert p.num_experts == len(host)
     assert list(p.sizes) == [host.count(d) for d in range(devices)]
     for d in range(devices):
         assert list(p.experts_of(d)) == [e for e in range(len(host)) if host[e] == d]
@@ -39,13 +43,15 @@ def test_explicit_maps_are_kept_as_given(host: list[int], empty: int) -> None:
 
 def test_an_expert_per_device() -> None:
     p = ExpertPlacement.per_expert(5)
-    assert p.expert_to_device == (0, 1, 2, 3, 4) and p.num_devices == 5
+    assert p.expert_to_device == (0, 1, 2, 3, 4)
+    assert p.num_devices == 5
     assert p == ExpertPlacement.contiguous(5, 5) == ExpertPlacement.explicit(range(5))
 
 
 def test_it_is_frozen_hashable_and_compared_by_value() -> None:
     a, b = ExpertPlacement.contiguous(4, 2), ExpertPlacement.explicit([0, 0, 1, 1])
-    assert a == b and hash(a) == hash(b)
+    assert a == b
+    assert hash(a) == hash(b)
     assert a != ExpertPlacement.explicit([0, 0, 1, 1], num_devices=3)
     with pytest.raises((AttributeError, TypeError, ValueError)):
         a.num_devices = 3  # type: ignore[misc]
@@ -77,4 +83,5 @@ def test_bad_maps_are_one_sentence(make: Any, named: str) -> None:
         make()
     message = str(caught.value)
     assert named in message, message
-    assert "\n" not in message and len(message) < 300
+    assert "\n" not in message
+    assert len(message) < 300

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from paceline import CapacityPolicy, PolicyError, register_keep
 
-DEFAULTS = dict(
-    unit="device", pool="batch", keep="score", min_expert_load="auto", phase="all",
-    mode="enforce", renormalize=False, expand=None, expand_limit=None, expand_rule="fill",
-    max_experts=None, fill_to=1.0, drop_first=(), protect_first=0, seed=0,
-)  # fmt: skip
+DEFAULTS = {
+    "unit": "device", "pool": "batch", "keep": "score", "min_expert_load": "auto", "phase": "all",
+    "mode": "enforce", "renormalize": False, "expand": None, "expand_limit": None,
+    "expand_rule": "fill", "max_experts": None, "fill_to": 1.0, "drop_first": (),
+    "protect_first": 0, "seed": 0,
+}  # fmt: skip
 
 
 @st.composite
@@ -59,12 +60,15 @@ def test_the_defaults() -> None:
 
 def test_it_is_frozen_hashable_and_compared_by_value() -> None:
     a, b = CapacityPolicy(capacity_factor=1.5), CapacityPolicy(gamma=1.5)
-    assert a == b and hash(a) == hash(b) and len({a, b}) == 1
+    assert a == b
+    assert hash(a) == hash(b)
+    assert len({a, b}) == 1
     assert a != CapacityPolicy(capacity_factor=1.25)
     with pytest.raises((ValueError, TypeError, AttributeError)):
         a.capacity_factor = 2.0  # type: ignore[misc]
     c = a.model_copy(update={"capacity_factor": 2.0})
-    assert c.factor == 2 and a.factor == Fraction(3, 2)
+    assert c.factor == 2
+    assert a.factor == Fraction(3, 2)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +132,8 @@ BAD: list[tuple[str, Any]] = [
     ("expand", "everything"), ("expand", True), ("expand_limit", 0), ("expand_limit", -1),
     ("expand_limit", 1.5), ("expand_limit", "few"), ("expand_rule", "evict"),
     ("expand_rule", None), ("max_experts", 0), ("max_experts", -2), ("max_experts", 2.5),
-    ("fill_to", -0.5), ("fill_to", -1), ("fill_to", math.inf), ("fill_to", math.nan), ("fill_to", "full"),
+    ("fill_to", -0.5), ("fill_to", -1), ("fill_to", math.inf), ("fill_to", math.nan),
+    ("fill_to", "full"),
     ("fill_to", None), ("drop_first", "smell"), ("drop_first", ("image", "smell")),
     ("drop_first", 3), ("protect_first", -1), ("protect_first", 0.5), ("protect_first", None),
     ("seed", "lucky"), ("seed", 0.5), ("seed", None),
@@ -144,7 +149,8 @@ def test_bad_values_are_one_sentence(field: str, value: Any) -> None:
     assert field in message, message
     shown = value[-1] if isinstance(value, tuple) else value
     assert repr(shown) in message or str(shown) in message, message
-    assert "\n" not in message and len(message) < 300, message
+    assert "\n" not in message
+    assert len(message) < 300
     assert "pydantic" not in message
 
 
@@ -177,7 +183,8 @@ def test_unknown_fields_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["capacity_factor", "capacity_factor=", "=1", "capacity_factor=1;unit=device", "capacity_factor=x",
+    ["capacity_factor", "capacity_factor=", "=1", "capacity_factor=1;unit=device",
+     "capacity_factor=x",
      "capacity_factor=1,unit", "unit=node", "capacity_factor=1,capacity_factor=2",
      "capacity_factor=nan", "capacity_factor=0"],
 )  # fmt: skip
@@ -209,9 +216,11 @@ def test_every_text_form_comes_back_the_same(policy: CapacityPolicy) -> None:
         CapacityPolicy.from_toml(policy.to_toml()),
         CapacityPolicy(**policy.model_dump()),
     ):
-        assert copy == policy and hash(copy) == hash(policy)
+        assert copy == policy
+        assert hash(copy) == hash(policy)
         assert copy.factor == policy.factor
-    assert "\n" not in str(policy) and " " not in str(policy)
+    assert "\n" not in str(policy)
+    assert " " not in str(policy)
 
 
 @given(st.floats(min_value=5e-324, allow_infinity=False, allow_nan=False))
@@ -264,7 +273,8 @@ def test_a_copy_forgets_what_was_derived_from_the_old_fields(change: dict[str, f
     assert policy.factor == policy.fill_factor == 1
     fresh = CapacityPolicy(**{"capacity_factor": 1.0, **change})
     for copy in (policy.model_copy(update=change), policy.replace(**change)):
-        assert copy == fresh and hash(copy) == hash(fresh)
+        assert copy == fresh
+        assert hash(copy) == hash(fresh)
         assert (copy.factor, copy.fill_factor) == (fresh.factor, fresh.fill_factor)
 
 

@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.analysis.emulate import REPEATS, paired_ratios, slowest_device, split_by_device, time_policies
+from paceline.analysis.emulate import (
+    REPEATS,
+    paired_ratios,
+    slowest_device,
+    split_by_device,
+    time_policies,
+)
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import RoutingInputs, route
@@ -100,7 +106,9 @@ def test_every_policy_runs_once_a_round_and_idle_devices_are_skipped() -> None:
     experts = Recorder()
     times = time_policies(experts, {"a": work, "b": work}, rounds=3)
     assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3}
-    assert len(experts.calls) == 2 * (3 * REPEATS + 1)  # a warm-up each; device 1 has nothing to run
+    assert len(experts.calls) == 2 * (
+        3 * REPEATS + 1
+    )  # a warm-up each; device 1 has nothing to run
 
 
 def test_paired_ratios() -> None:

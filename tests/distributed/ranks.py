@@ -20,7 +20,14 @@ class Finished:
     output: str
 
 
-def run_ranks(*names: str, folder: Path, ranks: int = 2, timeout: float = 150, **env: str) -> list[Finished]:
+def run_ranks(
+    *names: str,
+    folder: Path,
+    ranks: int = 2,
+    timeout: float = 150,
+    only: int | None = None,
+    **env: str,
+) -> list[Finished]:
     """Run the named checks one after the other in every rank; kill what isn't done in time.
 
     Args:
@@ -28,6 +35,7 @@ def run_ranks(*names: str, folder: Path, ranks: int = 2, timeout: float = 150, *
         folder: where they find the tiny models.
         ranks: processes.
         timeout: seconds for all.
+        only: wait for this rank alone, then kill the others.
         env: further environment variables.
     """
     with socket.socket() as probe:
@@ -58,7 +66,7 @@ def run_ranks(*names: str, folder: Path, ranks: int = 2, timeout: float = 150, *
         )
     finished = []
     try:
-        for process in processes:
+        for process in processes if only is None else [processes[only]]:
             output, _ = process.communicate(timeout=timeout)
             finished.append(Finished(process.returncode, output))
     finally:

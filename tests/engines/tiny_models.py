@@ -288,6 +288,8 @@ def randomize(model: nn.Module, seed: int) -> None:
         for name, t in [*model.named_buffers(), *model.named_parameters()]:
             if re.search(r"(e_score_correction_bias|expert_bias|balancing_biases)$", name):
                 t.copy_(torch.randn(t.shape, generator=rng) * 0.1)
+            elif name.endswith("per_expert_scale"):
+                t.copy_(torch.rand(t.shape, generator=rng) + 0.5)
             elif name.endswith("tid2eid"):
                 t.copy_(torch.randint(0, NUM_EXPERTS, t.shape, generator=rng))
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from paceline.reporting.environment import environment
-from paceline.reporting.figures import FLOOR, load_map, relative, scatter
+from paceline.reporting.figures import FLOOR, relative, scatter
 from paceline.reporting.files import to_json, write_text
+from paceline.reporting.load_map import load_map
 from paceline.reporting.page import render
 from paceline.reporting.style import load_colours
 from paceline.reporting.wording import percent, signed_percent, times
@@ -62,10 +63,14 @@ def test_colours_put_the_mean_where_it_belongs() -> None:
 
 
 def test_improvements_are_drawn_on_the_floor_and_told_in_full() -> None:
-    rows = [{"label": "x", "family": "f", "change": -0.3, "peak": 1.2}]
-    trace = scatter(rows, "peak", "busiest")["data"][0]
+    rows = [{"label": "x", "short": "1", "family": "f", "change": -0.3, "x": 1.2}]
+    trace = scatter(rows, "busiest", 1.5, (1, 2), 10)["data"][0]
     assert trace["y"] == [FLOOR]
     assert trace["customdata"] == [["x", -0.3]]
+    assert "error_x" not in trace
+    timed = scatter([rows[0] | {"low": 1.0, "high": 1.5}], "time", 1.0, (1, 2), 10)["data"][0]
+    assert timed["error_x"]["array"] == [0.3]
+    assert timed["error_x"]["arrayminus"] == [0.2]
 
 
 def test_private_files_are_private_and_writing_replaces(tmp_path: Path) -> None:

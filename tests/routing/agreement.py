@@ -23,11 +23,11 @@ def listed(assignment: Assignment) -> dict[str, Any]:
     """Everything an assignment holds as plain lists; NaN weights become the string 'nan'."""
     a = assignment
     weights = [["nan" if math.isnan(w) else w for w in row] for row in a.topk_weights.tolist()]
-    return dict(
-        ids=a.topk_ids.tolist(), weights=weights, kept=a.kept.tolist(),
-        capacity=a.capacity.tolist(), before=a.loads_before.tolist(),
-        after=a.loads_after.tolist(), dropped=int(a.dropped), extras=int(a.extras),
-    )  # fmt: skip
+    return {
+        "ids": a.topk_ids.tolist(), "weights": weights, "kept": a.kept.tolist(),
+        "capacity": a.capacity.tolist(), "before": a.loads_before.tolist(),
+        "after": a.loads_after.tolist(), "dropped": int(a.dropped), "extras": int(a.extras),
+    }  # fmt: skip
 
 
 def assert_weights(got: torch.Tensor, want: Expected, k: int) -> None:

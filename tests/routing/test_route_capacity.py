@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from oracle import capacity_of
 
 from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, route
+from paceline.routing.capacity import _small_ratio, capacities
 
 INT64_MAX = 2**63 - 1
 MANY = 20 * settings().max_examples
@@ -63,7 +64,26 @@ def test_the_capacity_of_large_batches_is_that_of_fractions(factor: float, token
     assert got == [capacity_of(exact, tokens, 1, n, 3) for n in (1, 2, 0)]
 
 
-@pytest.mark.parametrize("factor", AWKWARD + [0.5, 1.0, 1.25, 2, 3.0])
+@settings(max_examples=MANY)
+@given(st.fractions(0, 9, max_denominator=10**6), st.integers(1, 60))
+def test_the_small_ratio_is_the_next_one_up(ratio: Fraction, order: int) -> None:
+    """Of all fractions with a denominator up to `order`, the smallest that is not below."""
+    ratio = max(ratio, Fraction(1, 10**6))
+    smallest = min(Fraction(math.ceil(ratio * d), d) for d in range(1, order + 1))
+    assert Fraction(*_small_ratio(ratio, order)) == smallest
+
+
+@settings(max_examples=MANY)
+@given(factors, st.integers(1, 64), st.integers(1, 512))
+def test_capacities_are_exact_up_to_the_largest_batch(factor: float, k: int, share: int) -> None:
+    ratio = Fraction(str(factor)) * k * share / 512
+    tokens = [0, 1, 2, 3, 1000, 2**20 - 1, 2**20, 10**9, 2**31 - 2, 2**31 - 1]
+    tokens += [ratio.denominator * n % 2**31 for n in (1, 2, 3, 7)]
+    got = capacities(ratio, torch.tensor(tokens)).tolist()
+    assert got == [min(math.ceil(ratio * t), INT64_MAX) for t in tokens]
+
+
+@pytest.mark.parametrize("factor", [*AWKWARD, 0.5, 1.0, 1.25, 2, 3.0])
 def test_the_exact_factor_is_the_decimal_that_was_written(factor: float) -> None:
     assert CapacityPolicy(capacity_factor=factor).factor == Fraction(str(factor))
 
@@ -71,7 +91,8 @@ def test_the_exact_factor_is_the_decimal_that_was_written(factor: float) -> None
 @pytest.mark.parametrize("factor", [None, math.inf])
 def test_no_factor_is_no_cap(factor: float | None) -> None:
     policy = CapacityPolicy(capacity_factor=factor)
-    assert policy.factor is None and not policy.caps
+    assert policy.factor is None
+    assert not policy.caps
 
 
 @pytest.mark.parametrize(
@@ -121,6 +142,13 @@ def test_saturated_capacities_cap_nothing() -> None:
     )
     for factor in (1e18, 1e30, 1.7e308):
         a = route(inputs, CapacityPolicy(capacity_factor=factor, keep="last", min_expert_load=0))
-        assert a.kept.all() and a.capacity.tolist() == [
-            [capacity_of(Fraction(str(factor)), 50, 1, 1, 4)] * 4
-        ]
+        assert a.kept.all()
+        assert a.capacity.tolist() == [[capacity_of(Fraction(str(factor)), 50, 1, 1, 4)] * 4]
+
+
+def test_a_minimum_load_that_nothing_reaches_is_no_cap() -> None:
+    inputs = RoutingInputs(
+        topk_ids=torch.zeros(9, 1, dtype=torch.int64), topk_weights=torch.ones(9, 1), num_experts=4
+    )
+    policy = CapacityPolicy(capacity_factor=0.5, keep="first", min_expert_load=1e300)
+    assert route(inputs, policy).kept.all()

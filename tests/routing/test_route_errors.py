@@ -15,7 +15,7 @@ def call(**changes: Any) -> RoutingInputs:
     """A good call, changed."""
     scores = torch.rand(6, 4)
     weights, ids = scores.topk(2, dim=1)
-    good: dict[str, Any] = dict(topk_ids=ids, topk_weights=weights, scores=scores)
+    good: dict[str, Any] = {"topk_ids": ids, "topk_weights": weights, "scores": scores}
     return RoutingInputs(**{**good, **changes})
 
 
@@ -56,7 +56,7 @@ BAD: list[tuple[str, dict[str, Any], dict[str, Any], ExpertPlacement | None, str
     ("no scores to expand", {"scores": None, "topk_scores": torch.rand(6, 2), "num_experts": 4},
      {"expand": "all"}, TWO, "scores"),
     ("fewer experts than k", {}, {"expand": "all", "max_experts": 1}, TWO, "max_experts"),
-    ("placement of other experts", {}, {}, ExpertPlacement.contiguous(8, 2), "num_experts"),
+    ("placement of other experts", {}, {}, ExpertPlacement.contiguous(8, 2), "placement"),
     ("num_experts against scores", {"num_experts": 5}, {}, None, "num_experts"),
     ("num_experts against placement", {"scores": None, "num_experts": 5}, {"keep": "weight"}, TWO,
      "num_experts"),
@@ -76,7 +76,8 @@ def test_bad_calls_are_refused(
         route(call(**inputs), policy(**fields), placement)
     message = str(caught.value)
     assert named in message
-    assert "\n" not in message and len(message) < 300
+    assert "\n" not in message
+    assert len(message) < 300
 
 
 def test_one_device_may_be_capped_below_its_mean_or_by_expert() -> None:
@@ -110,7 +111,7 @@ def test_a_metric_cannot_take_a_name_of_the_policies(name: str) -> None:
 def test_a_refused_call_changes_nothing() -> None:
     inputs = call()
     copies = {k: v.clone() for k, v in vars(inputs).items() if isinstance(v, torch.Tensor)}
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="token_source"):
         route(inputs, policy(pool="source"), TWO)
     for name, value in copies.items():
         assert torch.equal(getattr(inputs, name), value)
@@ -121,4 +122,5 @@ def test_the_results_and_the_inputs_share_no_memory() -> None:
     a = route(inputs, policy(capacity_factor=None))
     a.topk_weights.zero_()
     a.topk_ids.zero_()
-    assert (inputs.topk_weights != 0).any() and (inputs.topk_ids != 0).any()
+    assert (inputs.topk_weights != 0).any()
+    assert (inputs.topk_ids != 0).any()

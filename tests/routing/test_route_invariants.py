@@ -75,7 +75,8 @@ def test_2_without_a_cap_the_model_has_its_way(off: dict[str, Any], case: Case) 
     assert torch.equal(a.topk_ids, torch.where(real, case.inputs.topk_ids.long(), a.num_experts))
     given_weights = torch.where(real, case.inputs.topk_weights, 0)
     torch.testing.assert_close(a.topk_weights, given_weights, rtol=0, atol=0, equal_nan=True)
-    assert (a.capacity == INT64_MAX).all() and int(a.dropped) == 0
+    assert (a.capacity == INT64_MAX).all()
+    assert int(a.dropped) == 0
 
 
 @given(cases(expansion=True), st.sampled_from([{"capacity_factor": None}, {"mode": "observe"}]))
@@ -83,7 +84,8 @@ def test_2_without_a_cap_nothing_is_expanded(case: Case, off: dict[str, Any]) ->
     a = run(with_policy(case, **off))
     k = case.inputs.topk_ids.shape[1]
     assert torch.equal(a.kept[:, :k], genuine(case, a.num_experts))
-    assert not a.kept[:, k:].any() and int(a.extras) == 0
+    assert not a.kept[:, k:].any()
+    assert int(a.extras) == 0
 
 
 @given(cases(capacity_factor=1e-3, min_expert_load=10**6))
@@ -149,12 +151,14 @@ def test_5_padding_changes_no_real_row(case: Case, data: st.DataObject) -> None:
     torch.testing.assert_close(b.topk_weights[real], a.topk_weights, rtol=0, atol=0, equal_nan=True)
     fake = torch.ones(T + extra, dtype=torch.bool)
     fake[real] = False
-    assert not b.kept[fake].any() and (b.topk_ids[fake] == b.num_experts).all()
+    assert not b.kept[fake].any()
+    assert (b.topk_ids[fake] == b.num_experts).all()
     assert (b.topk_weights[fake] == 0).all()
     pools = a.loads_before.shape[0]
     for name in ("loads_before", "loads_after", "capacity"):
         assert torch.equal(getattr(b, name)[:pools], getattr(a, name)), name
-    assert int(b.dropped) == int(a.dropped) and int(b.extras) == int(a.extras)
+    assert int(b.dropped) == int(a.dropped)
+    assert int(b.extras) == int(a.extras)
 
 
 @given(cases())
@@ -168,8 +172,10 @@ def test_5_a_mask_of_only_real_rows_is_no_mask(case: Case) -> None:
 def test_5_a_batch_of_only_padding_gets_nothing(case: Case) -> None:
     T = case.inputs.topk_ids.shape[0]
     a = run(with_inputs(case, valid=torch.zeros(T, dtype=torch.bool)))
-    assert not a.kept.any() and (a.topk_ids == a.num_experts).all()
-    assert (a.topk_weights == 0).all() and int(a.dropped) == 0
+    assert not a.kept.any()
+    assert (a.topk_ids == a.num_experts).all()
+    assert (a.topk_weights == 0).all()
+    assert int(a.dropped) == 0
     assert float(a.gate_mass_kept) == 1.0
 
 
@@ -257,7 +263,8 @@ def test_10_weights_are_kept_or_exactly_zero(case: Case) -> None:
     want = torch.where(a.kept, case.inputs.topk_weights, 0)
     torch.testing.assert_close(a.topk_weights, want, rtol=0, atol=0, equal_nan=True)
     want_ids = torch.where(a.kept, case.inputs.topk_ids.long(), a.num_experts)
-    assert a.topk_ids.dtype == torch.int64 and torch.equal(a.topk_ids, want_ids)
+    assert a.topk_ids.dtype == torch.int64
+    assert torch.equal(a.topk_ids, want_ids)
 
 
 @given(cases(plain=True, renormalize=True, mode="enforce"))
@@ -340,4 +347,5 @@ def test_random_differs_by_seed_layer_and_step_and_is_fair() -> None:
     counts = torch.zeros(T)
     for step in range(400):
         counts += route(dataclasses.replace(base, step=step), policy).kept[:, 0]
-    assert counts.min() > 140 and counts.max() < 260  # six standard deviations
+    assert counts.min() > 140
+    assert counts.max() < 260

@@ -65,7 +65,8 @@ def test_the_example_of_the_exact_capacity() -> None:
     a = route(inputs, policy)
     assert a.capacity.tolist() == [[110] * 8]
     assert a.loads_after.tolist() == [[110, 110] + [0] * 6]
-    assert a.kept[:110].all() and not a.kept[110:].any()
+    assert a.kept[:110].all()
+    assert not a.kept[110:].any()
 
 
 def test_a_small_example_by_hand() -> None:
@@ -77,7 +78,8 @@ def test_a_small_example_by_hand() -> None:
     a = route(inputs, CapacityPolicy(capacity_factor=1.0, min_expert_load=0))
     assert a.topk_ids.tolist() == [[0], [0], [2], [2]]
     assert a.topk_weights.flatten().tolist() == [0.5, scores[1, 0].item(), 0.0, 0.0]
-    assert a.capacity.tolist() == [[2, 2]] and a.loads_before.tolist() == [[4, 0]]
+    assert a.capacity.tolist() == [[2, 2]]
+    assert a.loads_before.tolist() == [[4, 0]]
     assert int(a.dropped) == 2
     assert float(a.gate_mass_kept) == pytest.approx(1.4 / 2.3)
 
@@ -95,7 +97,8 @@ def test_fill_and_compete_by_hand() -> None:
     assert a.topk_ids.shape == (3, 4)
     assert a.topk_ids.tolist() == [[3, 1, 3, 3], [0, 3, 3, 3], [2, 3, 3, 3]]
     assert a.topk_weights[0, 1].item() == pytest.approx(1.0)  # 0.5 at the token's scale of 2
-    assert int(a.extras) == 1 and int(a.dropped) == 1
+    assert int(a.extras) == 1
+    assert int(a.dropped) == 1
     greedy = route(inputs, policy.replace(max_experts=None))
     assert greedy.loads_after.tolist() == [[1, 1, 1]]
 

@@ -70,6 +70,7 @@ def test_nothing_is_read_back(case: Case) -> None:
     assert not counter.seen, f"{dict(counter.seen)} in {case}"
 
 
+@settings(max_examples=max(20, settings().max_examples // 3))
 @given(cases())
 def test_shapes_do_not_depend_on_data(case: Case) -> None:
     """Route tensors that hold no data at all: what works there reads nothing."""
@@ -127,7 +128,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", ["source", "request", "random", "fill", "compete"])
 def test_it_compiles_as_one_graph_for_any_number_of_tokens(name: str) -> None:
     policy = CapacityPolicy(**{"capacity_factor": 0.75, "min_expert_load": 0, **POLICIES[name]})
     placement = ExpertPlacement.contiguous(8, 4)
@@ -141,14 +142,13 @@ def test_it_compiles_as_one_graph_for_any_number_of_tokens(name: str) -> None:
 
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
     for seed, tokens in enumerate([24, 37, 5, 64]):
         inputs = batch(tokens, 8, 2, seed)
         tensors = [getattr(inputs, n) for n in names]
-        for tensor in tensors[:3]:  # tokens vary, the model does not
-            torch._dynamo.mark_static(tensor, 1)
-        with torch._dynamo.config.patch(specialize_float=True):  # so do the policy's numbers
-            got = compiled(*tensors)
+        for tensor in tensors:
+            torch._dynamo.mark_dynamic(tensor, 0)  # fails where a size is taken as a constant
+        got = compiled(*tensors)
         for x, y in zip(got, step(*tensors), strict=True):
             torch.testing.assert_close(x, y, rtol=1e-6, atol=0)
     assert counter.frame_count == 1, "recompiled for a new number of tokens"
@@ -161,3 +161,21 @@ def test_a_source_is_checked_only_where_it_is_used(case: Case) -> None:
     with SyncCounter() as counter:
         outputs(run(case))
     assert sum(counter.seen.values()) <= 2, counter.seen
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_second_call_copies_no_table_to_the_device(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy from the host waits for the device and can't be captured in a CUDA graph."""
+    policy = CapacityPolicy(**{"capacity_factor": 0.75, "min_expert_load": 0, **POLICIES[name]})
+
+    def call() -> list[torch.Tensor]:
+        placement = ExpertPlacement.contiguous(8, 4)
+        return outputs(route(batch(24, 8, 2, 0), policy, placement))
+
+    first = call()
+    for maker in ("tensor", "as_tensor", "from_numpy"):
+        monkeypatch.setattr(torch, maker, None)
+    for got, want in zip(call(), first, strict=True):
+        assert torch.equal(got, want)

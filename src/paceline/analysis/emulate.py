@@ -140,5 +140,4 @@ def keep_freed_memory() -> bool:
         return False
     libc = ctypes.CDLL(None)
     # The effect of MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_, in a running process.
-    return bool(libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(REPEATS = 2
-_M_TRIM_THRESHOLD, 2**31 - 1))
+    return bool(libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))

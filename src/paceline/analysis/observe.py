@@ -14,6 +14,7 @@ from paceline.policy import CapacityPolicy
 
 Progress = Callable[[int, int, str], None]
 SCHEMA = "paceline-loads/1"
+_CHARACTERS = 64  # more than a token has on average, in any text
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,12 @@ def make_batches(
     """
     if not texts:
         raise ValueError("texts must name at least one text")
-    share = max(1, sampling.tokens // (len(texts) * sampling.sequence_length))
+    share = max(2, sampling.tokens // len(texts))
     parts: list[Sequences] = []
     for name, text in texts.items():
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        parts.append(cut(name, ids[: sampling.tokens], sampling.sequence_length, limit=share))
+        start = text[: _CHARACTERS * share]  # a huge file is not tokenised to its end
+        ids = tokenizer(start, add_special_tokens=False, verbose=False)["input_ids"]
+        parts.append(cut(name, ids[:share], sampling.sequence_length))
     deal = mixed if sampling.mix else separate
     return deal(parts, sampling.batch_size), tokens_by_source(parts)
 

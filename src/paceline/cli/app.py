@@ -6,6 +6,7 @@ from importlib.metadata import version as installed_version
 
 import typer
 
+from paceline.cli.bench import bench
 from paceline.cli.demo import demo
 from paceline.cli.loads import loads
 
@@ -18,6 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
+app.add_typer(bench)
 app.command()(loads)
 
 

@@ -60,10 +60,16 @@ def _show(results: Mapping[str, Any], out: Path) -> None:
     console = Console(highlight=False)
     console.print(results["findings"]["headline"], style="bold")
     for line in results["findings"]["lines"]:
-        console.print(f"- {line}")
+        console.print(f"- {line}", markup=False)
     for kind, title in (("one_domain", "One-domain batches"), ("mixed", "Mixed batches")):
-        table = Table(title=title, box=box.SIMPLE, title_justify="left")
-        table.add_column("policy")
+        table = Table(
+            title=title,
+            title_justify="left",
+            box=box.SIMPLE,
+            pad_edge=False,
+            collapse_padding=True,
+        )
+        table.add_column("policy", no_wrap=True)
         for name in ("perplexity", "dropped", "busiest device", "emulated speed-up"):
             table.add_column(name, justify="right")
         for row in results["policies"]:

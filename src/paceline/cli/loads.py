@@ -129,13 +129,16 @@ def _show(result: Mapping[str, Any]) -> None:
     from paceline.reporting.wording import percent, times
 
     capped = result["policy"] is not None
-    table = Table(box=box.SIMPLE)
+    title = "Busiest expert and device of every layer; how long an average device waits"
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE, pad_edge=False, collapse_padding=True
+    )
     table.add_column("layer", no_wrap=True)
-    for name in ("busiest expert", "× mean", "busiest device", "× mean", "device waits"):
+    for name in ("expert", "× mean", "device", "× mean", "waits"):
         table.add_column(name, justify="right")
     if capped:
         table.add_column("dropped", justify="right")
-        table.add_column("× mean after", justify="right")
+        table.add_column("after", justify="right")
     for layer in result["layers"]:
         row = [
             layer["name"],
@@ -151,4 +154,4 @@ def _show(result: Mapping[str, Any]) -> None:
     console = Console(highlight=False)
     console.print(table)
     for line in result["verdict"]:
-        console.print(line)
+        console.print(line, markup=False)

@@ -71,7 +71,8 @@ class Plan:
         max_domains: texts used; None: all.
         sequences: sequences of each text, and rows of a batch.
         length: tokens of a sequence.
-        timed_mixed: mixed batches on which the timing runs (they are alike); one-domain: all.
+        timed_every: the timing runs on every so-manyth one-domain batch.
+        timed_mixed: mixed batches on which it runs (they are alike).
         rounds: interleaved rounds of the timing.
         reduced: said on the page: too little for its figures to mean much.
     """
@@ -80,7 +81,8 @@ class Plan:
     max_domains: int | None = None
     sequences: int = 16
     length: int = 256
-    timed_mixed: int = 3
+    timed_every: int = 2
+    timed_mixed: int = 2
     rounds: int = 3
     reduced: bool = False
 

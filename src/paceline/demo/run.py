@@ -72,7 +72,10 @@ def run_demo(
     started, surroundings = time.perf_counter(), environment()
     model, tokenizer = load_model()
     batches, tokens = _batches(tokenizer, plan)
-    timed = {"one_domain": batches["one_domain"], "mixed": batches["mixed"][: plan.timed_mixed]}
+    timed = {
+        "one_domain": batches["one_domain"][:: plan.timed_every],
+        "mixed": batches["mixed"][: plan.timed_mixed],
+    }
     total = len(plan.entries) * sum(map(len, batches.values())) + sum(map(len, timed.values()))
     steps = _Steps(total, progress)
 

@@ -48,17 +48,19 @@ def headline(results: Mapping[str, Any]) -> str:
     straggler = results["stragglers"]["one_domain"]["overall"]
     row = _row(results, HEADLINE)
     part, factor = row["one_domain"], row["capacity_factor"]
-    change, ratio = part["perplexity_change"], part["emulated"]["speedup"]["median"]
-    price = signed_percent(change["mean"]) + " perplexity"
-    saving = (
-        f"makes the slowest device's expert work {times(ratio)} as fast"
-        if ratio >= _SMALL_GAIN
-        else "saves the slowest device no expert time"
+    change, ratio = part["perplexity_change"], part["emulated"]["speedup"]
+    text = signed_percent(change["mean"])
+    price = (
+        f"{text} perplexity" if certain(change) else f"no measurable change in perplexity ({text})"
     )
+    saving = "saves the slowest device no expert time (emulated)"
+    if ratio["median"] >= _SMALL_GAIN:
+        sure = "emulated" if ratio["minimum"] > 1 else "emulated, not in every round"
+        saving = f"makes the slowest device's expert work {times(ratio['median'])} as fast ({sure})"
     return (
         f"The busiest of {results['model']['devices']} devices carries "
         f"{times(straggler['device_peak_to_mean'])} the mean load. Capping devices at "
-        f"{factor:g}× {saving} (emulated) for {price}."
+        f"{factor:g}× {saving} for {price}."
     )
 
 
@@ -112,7 +114,7 @@ def _device_or_expert(results: Mapping[str, Any]) -> str | None:
         return None
     device, expert = (row["one_domain"] for row in rows)
     return (
-        "With the busiest device held to the mean load, capping devices changes perplexity by "
+        "With every device held to at most the mean load, capping devices changes perplexity by "
         f"{signed_percent(device['perplexity_change']['mean'])} and drops "
         f"{percent(device['dropped_share'])}; capping every expert changes it by "
         f"{signed_percent(expert['perplexity_change']['mean'])} and drops "

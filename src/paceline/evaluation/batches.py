@@ -44,7 +44,9 @@ def cut(source: str, token_ids: Sequence[int], length: int, limit: int | None = 
         ValueError: if the text has fewer than two tokens.
     """
     if len(token_ids) < 2:
-        raise ValueError(f"{source} is empty or a single token: nothing to run")
+        raise ValueError(
+            f"{source} gives fewer than two tokens: too short, or no tokenizer is there"
+        )
     length = min(length, len(token_ids))
     count = len(token_ids) // length
     count = count if limit is None else min(count, limit)

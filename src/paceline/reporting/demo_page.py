@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.reporting import figures
 from paceline.reporting.files import to_json, write_text
+from paceline.reporting.load_map import load_map
 from paceline.reporting.page import render
 from paceline.reporting.style import load_colours
 
@@ -70,7 +71,7 @@ def _map(
         title: [figures.relative(layer["expert_loads_before"]) for layer in layers]
         for title, layers in panels.items()
     }
-    figure = figures.load_map(loads, results["model"]["experts_per_device"], names)
+    figure = load_map(loads, results["model"]["experts_per_device"], names)
     # One scale for all maps of the page, so that colours can be compared.
     highest = max(
         max(figures.relative(layer["expert_loads_before"]))
@@ -106,22 +107,37 @@ def _devices(results: Mapping[str, Any]) -> figures.Figure:
 
 
 def _quality(results: Mapping[str, Any], kind: str, *, timed: bool) -> figures.Figure:
-    rows = []
-    for row in results["policies"][1:]:
-        part = row[kind]
-        speedup = part["emulated"]["speedup"]
-        rows.append(
-            {
-                "label": row["label"],
-                "family": row["family"],
-                "change": round(100 * part["perplexity_change"]["mean"], 4),
-                "peak": round(part["device_peak_to_mean"], 4),
-                "speedup": round(speedup["median"], 4),
-                "low": round(speedup["minimum"], 4),
-                "high": round(speedup["maximum"], 4),
-            }
-        )
-    if timed:
-        title = "emulated speed-up of the expert part (no cap / policy, ×)"
-        return figures.scatter(rows, "speedup", title, spread=True)
-    return figures.scatter(rows, "peak", "busiest device after the policy (load / mean)")
+    """Perplexity change against balance or time; both kinds of batches share the scales."""
+    rows = {each: [_point(row, each, timed) for row in results["policies"][1:]] for each in KINDS}
+    base = results["policies"][0][kind]["device_peak_to_mean"]
+    ends = [row[key] for part in rows.values() for row in part for key in ("x", "low", "high")]
+    ends += [1.0, results["policies"][0]["one_domain"]["device_peak_to_mean"]] if not timed else [1]
+    margin = 0.06 * (max(ends) - min(ends))
+    if not timed:
+        rows = {each: [_without_range(row) for row in part] for each, part in rows.items()}
+    return figures.scatter(
+        rows[kind],
+        "emulated speed-up of the expert part (×)" if timed else "busiest device (load / mean)",
+        reference=1.0 if timed else round(base, 4),
+        x_range=(round(min(ends) - margin, 3), round(max(ends) + margin, 3)),
+        highest=max(row["change"] for part in rows.values() for row in part),
+    )
+
+
+def _point(row: Mapping[str, Any], kind: str, timed: bool) -> dict[str, Any]:
+    part = row[kind]
+    speedup = part["emulated"]["speedup"]
+    x = speedup["median"] if timed else part["device_peak_to_mean"]
+    return {
+        "label": row["label"],
+        "short": f"{row['capacity_factor']:g}",
+        "family": row["family"],
+        "change": round(100 * part["perplexity_change"]["mean"], 4),
+        "x": round(x, 4),
+        "low": round(speedup["minimum"], 4) if timed else x,
+        "high": round(speedup["maximum"], 4) if timed else x,
+    }
+
+
+def _without_range(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key not in ("low", "high")}

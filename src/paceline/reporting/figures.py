@@ -5,6 +5,7 @@ Built as dictionaries and not through plotly.graph_objects: the page needs only 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,12 +14,11 @@ from paceline.reporting.style import (
     AFTER,
     BEFORE,
     FAMILY_COLOURS,
+    FAMILY_LABELS,
     FAMILY_SYMBOLS,
-    INK,
     MUTED,
     axis,
     layout,
-    load_colours,
 )
 
 Figure = dict[str, Any]
@@ -34,78 +34,6 @@ def relative(loads: Sequence[float], sizes: Sequence[int] | None = None) -> list
     return [
         round(x * experts / (total * n), 4) if n else 0.0 for x, n in zip(loads, sizes, strict=True)
     ]
-
-
-def load_map(
-    panels: Mapping[str, Sequence[Sequence[float]]], sizes: Sequence[int], names: Sequence[str]
-) -> Figure:
-    """Heat map of expert loads by layer; with several panels a menu switches between them.
-
-    Args:
-        panels: title -> loads relative to the layer's mean, [layers, experts].
-        sizes: experts of each device, in expert order, [devices].
-        names: layer names, [layers].
-    """
-    highest = max(max(map(max, rows)) for rows in panels.values())
-    experts = sum(sizes)
-    starts = [sum(sizes[:d]) for d in range(len(sizes))]
-    first = next(iter(panels.values()))
-    trace = {
-        "type": "heatmap",
-        "z": [list(row) for row in first],
-        "y": list(names),
-        "zmin": 0,
-        "zmax": highest,
-        "colorscale": load_colours(highest),
-        "colorbar": {"title": {"text": "load /<br>mean"}, "thickness": 12, "len": 1},
-        "hovertemplate": "expert %{x}, %{y}<br>%{z:.2f} × mean<extra></extra>",
-        "xgap": 1,
-        "ygap": 1,
-    }
-    lines = [
-        {
-            "type": "line",
-            "x0": start - 0.5,
-            "x1": start - 0.5,
-            "y0": -0.5,
-            "y1": len(names) - 0.5,
-            "line": {"color": INK, "width": 1.5},
-        }
-        for start in starts[1:]
-    ]
-    x_axis = axis(
-        "expert, grouped by the device that hosts it",
-        tickvals=[start + (size - 1) / 2 for start, size in zip(starts, sizes, strict=True)],
-        ticktext=[f"dev {device}" for device in range(len(sizes))],
-        range=[-0.5, experts - 0.5],
-    )
-    shape = layout(
-        120 + 34 * len(names),
-        xaxis=x_axis,
-        yaxis=axis("", autorange="reversed"),
-        shapes=lines,
-    )
-    if len(panels) > 1:
-        shape["margin"]["t"] = 56
-        shape["updatemenus"] = [
-            {
-                "x": 0,
-                "y": 1.02,
-                "xanchor": "left",
-                "yanchor": "bottom",
-                "bgcolor": "#ffffff",
-                "font": {"color": INK},
-                "buttons": [
-                    {
-                        "label": title,
-                        "method": "restyle",
-                        "args": [{"z": [[list(row) for row in rows]]}],
-                    }
-                    for title, rows in panels.items()
-                ],
-            }
-        ]
-    return {"data": [trace], "layout": shape}
 
 
 def peak_bars(names: Sequence[str], device: Sequence[float], expert: Sequence[float]) -> Figure:
@@ -203,61 +131,84 @@ def device_bars(
 
 
 def scatter(
-    rows: Sequence[Mapping[str, Any]], x: str, x_title: str, spread: bool = False
+    rows: Sequence[Mapping[str, Any]],
+    x_title: str,
+    reference: float,
+    x_range: tuple[float, float],
+    highest: float,
 ) -> Figure:
     """Perplexity change (logarithmic, percent) against another figure, one line per family.
 
     Args:
-        rows: with label, family, change (percent), and x; low and high if `spread`.
-        x: key of the horizontal figure.
-        x_title: its axis title, with the unit.
-        spread: draw the range low..high as horizontal error bars.
+        rows: with label, short (text at the marker), family, change (percent) and x;
+            with low and high the range is drawn as a horizontal bar.
+        x_title: horizontal axis title, with the unit.
+        reference: x of a dotted vertical line: where no cap is.
+        x_range: horizontal range, so that figures side by side can share it.
+        highest: highest change (percent) of all figures that share the scale.
     """
     families: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         families.setdefault(row["family"], []).append(row)
-    data = []
-    for family, members in families.items():
-        trace: dict[str, Any] = {
-            "type": "scatter",
-            "mode": "lines+markers",
-            "name": family,
-            "x": [row[x] for row in members],
-            "y": [max(row["change"], FLOOR) for row in members],
-            "customdata": [[row["label"], row["change"]] for row in members],
-            "marker": {
-                "size": 11,
-                "color": FAMILY_COLOURS.get(family, ACCENT),
-                "symbol": FAMILY_SYMBOLS.get(family, "circle"),
-            },
-            "line": {"width": 1.5, "color": FAMILY_COLOURS.get(family, ACCENT)},
-            "hovertemplate": "%{customdata[0]}<br>perplexity %{customdata[1]:+.2f}%"
-            "<br>" + x_title + ": %{x:.2f}<extra></extra>",
-        }
-        if spread:
-            trace["error_x"] = {
-                "type": "data",
-                "symmetric": False,
-                "array": [row["high"] - row[x] for row in members],
-                "arrayminus": [row[x] - row["low"] for row in members],
-                "thickness": 1,
-                "width": 3,
-                "color": MUTED,
-            }
-        data.append(trace)
     return {
-        "data": data,
+        "data": [_family(name, members, x_title) for name, members in families.items()],
         "layout": layout(
             430,
-            xaxis=axis(x_title),
+            xaxis=axis(x_title, range=list(x_range)),
             yaxis=axis(
                 "perplexity change (%, logarithmic)",
                 type="log",
+                range=[math.log10(FLOOR) - 0.35, math.log10(max(highest, 1)) + 0.35],
                 tickvals=[0.01, 0.1, 1, 10, 100, 1000],
                 ticktext=["≤ 0.01", "0.1", "1", "10", "100", "1000"],
             ),
             legend={"orientation": "h", "yanchor": "top", "y": -0.2, "x": 0},
+            shapes=[_upright(reference)],
         ),
+    }
+
+
+def _family(name: str, members: Sequence[Mapping[str, Any]], x_title: str) -> dict[str, Any]:
+    colour = FAMILY_COLOURS.get(name, ACCENT)
+    trace: dict[str, Any] = {
+        "type": "scatter",
+        "mode": "lines+markers+text",
+        "name": name,
+        "x": [row["x"] for row in members],
+        "y": [max(row["change"], FLOOR) for row in members],
+        "text": [row["short"] if row["change"] > FLOOR else "" for row in members],
+        "textposition": FAMILY_LABELS.get(name, "top right"),
+        "textfont": {"size": 11, "color": colour},
+        "cliponaxis": False,
+        "customdata": [[row["label"], row["change"]] for row in members],
+        "marker": {"size": 10, "color": colour, "symbol": FAMILY_SYMBOLS.get(name, "circle")},
+        "line": {"width": 1.5, "color": colour},
+        "hovertemplate": "%{customdata[0]}<br>perplexity %{customdata[1]:+.2f}%"
+        f"<br>{x_title}: %{{x:.2f}}<extra></extra>",
+    }
+    if "low" in members[0]:
+        trace["error_x"] = {
+            "type": "data",
+            "symmetric": False,
+            "array": [round(row["high"] - row["x"], 4) for row in members],
+            "arrayminus": [round(row["x"] - row["low"], 4) for row in members],
+            "thickness": 1,
+            "width": 3,
+            "color": colour,
+        }
+    return trace
+
+
+def _upright(value: float) -> dict[str, Any]:
+    """A dotted vertical line across the plot."""
+    return {
+        "type": "line",
+        "yref": "paper",
+        "y0": 0,
+        "y1": 1,
+        "x0": value,
+        "x1": value,
+        "line": {"color": MUTED, "width": 1.5, "dash": "dot"},
     }
 
 

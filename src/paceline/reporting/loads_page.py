@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.reporting import figures
 from paceline.reporting.files import write_text
+from paceline.reporting.load_map import load_map
 from paceline.reporting.page import render
 
 
@@ -41,7 +42,7 @@ def loads_page(result: Mapping[str, Any]) -> str:
     if len({layer["experts"] for layer in layers}) == 1:  # one map needs one number of experts
         loads = [figures.relative(layer["expert_loads_before"]) for layer in layers]
         sizes = layers[0]["experts_per_device"]
-        plots["map"] = figures.load_map({"": loads}, sizes, [f"layer {name}" for name in names])
+        plots["map"] = load_map({"": loads}, sizes, [f"layer {name}" for name in names])
     return render(
         "loads.html.j2", plots, title="Paceline: expert loads", results=result, plots=list(plots)
     )

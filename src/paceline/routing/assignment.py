@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -42,24 +41,24 @@ class Assignment:
     num_units: int
     capacity: Tensor
 
-    @cached_property
+    @property
     def loads_before(self) -> Tensor:
         """[pools, units] int64 assignments of the model's own choice."""
         genuine = self.candidates.genuine
         return self._loads(genuine.ids, genuine.offered)
 
-    @cached_property
+    @property
     def loads_after(self) -> Tensor:
         """[pools, units] int64 assignments that remain, extras included."""
         return self._loads(self.candidates.ids, self.selected)
 
-    @cached_property
+    @property
     def expert_loads_before(self) -> Tensor:
         """[experts] int64 assignments of the model's own choice, over all pools."""
         genuine = self.candidates.genuine
         return count_experts(genuine.ids, genuine.offered, self.num_experts)
 
-    @cached_property
+    @property
     def expert_loads_after(self) -> Tensor:
         """[experts] int64 assignments that remain, over all pools, extras included."""
         return count_experts(self.candidates.ids, self.selected, self.num_experts)

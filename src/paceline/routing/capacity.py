@@ -60,8 +60,6 @@ def _small_ratio(ratio: Fraction, order: int) -> tuple[int, int]:
         behind, ahead = p * low[1] - low[0] * q, high[0] * q - p * high[1]
         steps = min((behind - 1) // ahead, (order - low[1]) // high[1])
         low = (low[0] + steps * high[0], low[1] + steps * high[1])
-        if low[1] + high[1] > order:
-            break
         # and low to high while staying at or above it
         behind = p * low[1] - low[0] * q
         steps = min(ahead // behind, (order - high[1]) // low[1])

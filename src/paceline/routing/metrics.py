@@ -134,7 +134,7 @@ def random_hash(seed: int, layer: int, step: int | Tensor, rank: Tensor, expert:
     The mixing step is lowbias32 (Ellis and Wellons, "hash-prospector").
     """
     mask = 0xFFFFFFFF
-    state = _mix(seed & mask)
+    state: Tensor = _mix(seed & mask)  # a number until the first tensor
     for value in (layer, step, rank, expert):
         word = value.long() if isinstance(value, Tensor) else value
         state = _mix(state ^ (((word & mask) * 0x9E3779B9) & mask))

@@ -98,6 +98,9 @@ class LoadAccumulator:
             topk_ids: [tokens, k] expert ids, any integer dtype.
             valid: [tokens] bool, or None: every token.
         """
+        if torch.compiler.is_compiling():
+            self._count([(topk_ids, valid)])  # a growing list would recompile at every forward
+            return
         self._pending.append((topk_ids, valid))
         self._pending_rows += topk_ids.shape[0]
         if len(self._pending) >= _FLUSH_FORWARDS or self._pending_rows >= _FLUSH_ROWS:
@@ -155,10 +158,13 @@ class LoadAccumulator:
         )
 
     def _flush(self) -> None:
-        """Count the pending forwards, all in one pass of [forwards, experts] tables."""
-        if not self._pending:
-            return
-        pending, self._pending, self._pending_rows = self._pending, [], 0
+        """Count the forwards that wait."""
+        if self._pending:
+            self._count(self._pending)
+            self._pending, self._pending_rows = [], 0
+
+    def _count(self, pending: list[tuple[Tensor, Tensor | None]]) -> None:
+        """Count some forwards, all in one pass of [forwards, experts] tables."""
         experts = self.placement.num_experts
         rows = torch.tensor([len(ids) for ids, _ in pending], device=self._device)
         forward = torch.repeat_interleave(torch.arange(len(pending), device=self._device), rows)

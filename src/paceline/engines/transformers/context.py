@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -23,6 +22,18 @@ _MODALITY_OF_TYPE = {"image": 1, "video": 2, "audio": 3}
 """Values of Transformers' mm_token_type_ids; 0 is text."""
 
 
+def _once(method: Callable[[ForwardContext], Any]) -> Any:
+    """A property computed when first asked for (functools.cached_property locks, which breaks graphs)."""
+    name = method.__name__
+
+    def value(self: ForwardContext) -> Any:
+        if name not in self._known:
+            self._known[name] = method(self)
+        return self._known[name]
+
+    return property(value, doc=method.__doc__)
+
+
 class ForwardContext:
     """The tokens of one running forward, in rows `[batch * length]` as the MoE layers see them.
 
@@ -34,6 +45,8 @@ class ForwardContext:
 
     def __init__(self, arguments: dict[str, Any], config: Any, token_source: TokenSource) -> None:
         self._arguments, self._config, self._token_source = arguments, config, token_source
+        self._known: dict[str, Any] = {}
+        self._past = _cached_tokens(arguments)  # read now: the forward adds to the cache
         tokens = arguments.get("input_ids")
         if tokens is None:
             tokens = arguments.get("inputs_embeds")
@@ -48,7 +61,7 @@ class ForwardContext:
         """batch * length, None where the forward doesn't tell."""
         return None if self.shape is None else self.shape[0] * self.shape[1]
 
-    @cached_property
+    @_once
     def valid(self) -> Tensor | None:
         """[rows] bool, False for padding; None: every token is real."""
         mask = self._arguments.get("attention_mask")
@@ -75,24 +88,17 @@ class ForwardContext:
             "[batch, 1, length, tokens so far]."
         )
 
-    @cached_property
+    @_once
     def past_length(self) -> int:
         """Tokens that were cached before this forward."""
-        for name in _CACHES:
-            cache = self._arguments.get(name)
-            if cache is not None and hasattr(cache, "get_seq_length"):
-                try:
-                    return int(cache.get_seq_length())
-                except ValueError:  # a cache of linear attention layers alone doesn't count tokens
-                    return int(bool(getattr(cache, "has_previous_state", lambda: False)()))
-        return 0
+        return int(self._past)
 
     @property
     def is_decode(self) -> bool:
         """Whether every sequence adds one token to a cache that isn't empty."""
         return self.shape is not None and self.shape[1] == 1 and self.past_length > 0
 
-    @cached_property
+    @_once
     def position(self) -> Tensor | None:
         """[rows] int64 position of each token among the real tokens of its sequence."""
         if self.shape is None:
@@ -107,22 +113,25 @@ class ForwardContext:
         row = torch.arange(length, device=self.device) + self.past_length
         return row.expand(batch, length).reshape(-1)
 
-    @cached_property
+    @_once
     def request(self) -> Tensor | None:
         """[rows] int64: the row of the batch is the request."""
         if self.shape is None:
             return None
         return torch.arange(self.shape[0], device=self.device).repeat_interleave(self.shape[1])
 
-    @cached_property
+    @_once
     def modality(self) -> dict[str, Tensor]:
         """Name -> [rows] bool for image, video and audio; empty where everything is text."""
         if self.shape is None:
             return {}
         length = self.shape[1]
+        mask = self._arguments.get("attention_mask")
+        so_far = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else length
         for name in _TOKEN_TYPES:
             kinds = self._arguments.get(name)
-            if isinstance(kinds, Tensor) and kinds.dim() == 2 and kinds.shape[1] >= length:
+            # a prompt's types that decode steps still carry say nothing of the new token
+            if isinstance(kinds, Tensor) and kinds.dim() == 2 and kinds.shape[1] in (length, so_far):
                 kinds = kinds[:, -length:].reshape(-1)
                 return {m: kinds == value for m, value in _MODALITY_OF_TYPE.items()}
         ids = self._arguments.get("input_ids")
@@ -166,6 +175,19 @@ class ForwardContext:
             if len(index) == rows:
                 return index
         return None
+
+
+def _cached_tokens(arguments: dict[str, Any]) -> int | Tensor:
+    """Tokens in a forward's cache; a cache on a device counts them there, and no host waits for it."""
+    for name in _CACHES:
+        cache = arguments.get(name)
+        if cache is not None and hasattr(cache, "get_seq_length"):
+            try:
+                length = cache.get_seq_length()
+            except ValueError:  # a cache of linear attention layers alone counts no tokens
+                return int(bool(getattr(cache, "has_previous_state", lambda: False)()))
+            return length.clone() if isinstance(length, Tensor) else int(length)
+    return 0
 
 
 def modality_tokens(config: Any) -> dict[str, int]:

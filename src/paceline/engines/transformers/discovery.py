@@ -320,22 +320,23 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 @contextmanager
 def undisturbed(site: Site) -> Iterator[None]:
-    """No hook fires inside, and random state and buffers are put back afterwards."""
+    """No hook fires inside; random state, attributes and buffers are put back afterwards."""
     modules = list(site.block.modules())
-    hooks = [(m, name, m.__dict__[name]) for m in modules for name in _HOOKS if m.__dict__[name]]
+    attributes = [(m, dict(m.__dict__)) for m in modules]  # a router may note the dtype it saw
     buffers = [(b, b.clone()) for m in (site.block, site.router) for b in m.buffers() if not b.is_meta]
     devices = [site.device] if site.device.type not in ("cpu", "meta") else []
     with torch.random.fork_rng(devices=devices, device_type=site.device.type if devices else "cuda"):
-        for m, name, _ in hooks:
-            m.__dict__[name] = OrderedDict()
+        for m in modules:
+            m.__dict__.update({name: OrderedDict() for name in _HOOKS})
         try:
             yield
         finally:
-            for m, name, former in hooks:
-                m.__dict__[name] = former
-            for buffer, former in buffers:
-                if not torch.equal(buffer, former):
-                    buffer.copy_(former)
+            for m, former in attributes:
+                m.__dict__.clear()
+                m.__dict__.update(former)
+            for buffer, content in buffers:
+                if not torch.equal(buffer, content):
+                    buffer.copy_(content)
 
 
 def _hidden_sizes(site: Site) -> list[int]:

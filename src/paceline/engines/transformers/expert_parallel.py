@@ -1,14 +1,14 @@
-"""Expert parallelism for Transformers that leaves dropped assignments out: computed and sent nowhere.
+"""Expert parallelism for Transformers: a dropped assignment is computed and sent nowhere.
 
 Registered with Transformers as `DistributedConfig(ep_implementation="paceline")`. Two layouts:
 
-- the ranks share one batch (`ep_size == tp_size`): each rank runs its own experts on the rows routed
-  to them and one all-reduce adds up the partial outputs;
-- each rank has a batch of its own (data parallel): every kept (token, expert) pair goes to its expert's
-  rank and back, with two all-to-alls. A dropped slot is in neither.
+- the ranks share one batch (`ep_size == tp_size`): each rank runs its own experts on the rows
+  routed to them and one all-reduce adds up the partial outputs;
+- each rank has a batch of its own (data parallel): every kept (token, expert) pair goes to its
+  expert's rank and back, with two all-to-alls. A dropped slot is in neither.
 
-Transformers shards experts in order and evenly. For any other placement load the whole model on every
-rank and call `place_experts`. For inference: gradients don't cross ranks.
+Transformers shards experts in order and evenly. For any other placement load the whole model on
+every rank and call `place_experts`. For inference: gradients don't cross ranks.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class ExpertParallel:
     """How the experts of one layer, spread over ranks, get their tokens.
 
     Args:
-        experts_forward: the local experts' own forward, on local ids; ids >= their number are skipped
-            where `_is_expert_parallel` is set.
+        experts_forward: the local experts' own forward, on local ids; ids >= their number are
+            skipped where `_is_expert_parallel` is set.
         placement: expert -> rank of the group.
         link: to the ranks of the group.
         shares_batch: whether all ranks hold the same tokens.
@@ -94,7 +94,7 @@ class ExpertParallel:
             run = self._reduced if self.shares_batch else self._exchanged
             return run(hidden, self._position[ids], weights).reshape(shape)
 
-    # -- one batch for all ---------------------------------------------------------------------------
+    # -- one batch for all ----------------------------------------------------------------------
 
     def _reduced(self, hidden: Tensor, position: Tensor, weights: Tensor) -> Tensor:
         local = position - self._first
@@ -116,7 +116,7 @@ class ExpertParallel:
         self._tick("combine")
         return partial
 
-    # -- a batch a rank ------------------------------------------------------------------------------
+    # -- a batch a rank -------------------------------------------------------------------------
 
     def _exchanged(self, hidden: Tensor, position: Tensor, weights: Tensor) -> Tensor:
         slots, sizes = position.shape[1], list(self.placement.sizes)
@@ -124,7 +124,7 @@ class ExpertParallel:
         order = torch.argsort(flat)
         counts = torch.bincount(flat, minlength=self.num_experts + 1)[: self.num_experts]
         per_source = self.link.all_to_all(counts, sizes, [self._local] * self.link.size, self.layer)
-        sent = torch.stack([part.sum() for part in counts.split(sizes)])
+        sent = torch.stack([part.sum() for part in torch.split(counts, sizes)])
         received = per_source.view(self.link.size, self._local).sum(1)
         send_sizes, receive_sizes = torch.stack([sent, received]).tolist()  # the layer's one sync
         order = order[: sum(send_sizes)]  # dropped slots are last
@@ -169,8 +169,9 @@ class PacelineEP(EPImplementation):  # type: ignore[misc]
         super().__init__(experts, ep_mesh, tp_mesh)
         if tp_mesh.size() > 1 and not self.shares_batch:
             raise ValueError(
-                f'ep_implementation="{NAME}" with tp_size={tp_mesh.size()} and ep_size={ep_mesh.size()}: '
-                "allowed is ep_size == tp_size (one batch for all ranks) or tp_size=1 (a batch a rank)."
+                f'ep_implementation="{NAME}" with tp_size={tp_mesh.size()} and '
+                f"ep_size={ep_mesh.size()}: allowed is ep_size == tp_size (one batch for all "
+                "ranks) or tp_size=1 (a batch a rank)."
             )
         link = Link(ep_mesh.get_group())
         placement = ExpertPlacement.contiguous(self.num_local_experts * link.size, link.size)
@@ -193,8 +194,8 @@ def place_experts(
 ) -> None:
     """Spread the experts of a model that every rank has loaded whole, in any placement.
 
-    Each rank keeps the experts that `placement` gives it, any number of them, and forgets the others.
-    All else of the model stays on every rank. Call it on every rank; it can't be undone.
+    Each rank keeps the experts that `placement` gives it, any number of them, and forgets the
+    others. All else of the model stays on every rank. Call it on every rank; it can't be undone.
 
     Args:
         model: loaded alike on every rank, without DistributedConfig.
@@ -203,8 +204,8 @@ def place_experts(
         group: the ranks; None: all.
 
     Raises:
-        ValueError: if the placement doesn't fit the group or a layer, a layer's experts are no stacked
-            weights, or the ranks don't agree; the model is untouched then.
+        ValueError: if the placement doesn't fit the group or a layer, a layer's experts are no
+            stacked weights, or the ranks don't agree; the model is untouched then.
         ExpertParallelError: if another rank is lost, or silent for too long.
     """
     if batch not in ("own", "shared"):
@@ -214,7 +215,8 @@ def place_experts(
     link.agree("batch", batch)
     if placement.num_devices != link.size:
         raise ValueError(
-            f"placement has {placement.num_devices} devices: allowed is the number of ranks, {link.size}."
+            f"placement has {placement.num_devices} devices: allowed is the number of "
+            f"ranks, {link.size}."
         )
     sites = find_sites(model)
     for site in sites:
@@ -246,12 +248,11 @@ def _check_stacked(name: str, experts: Any, placement: ExpertPlacement) -> None:
         raise ValueError(f"layer {name} is spread over ranks already.")
     if count != placement.num_experts:
         raise ValueError(
-            f"placement has {placement.num_experts} experts, layer {name} has {count}: allowed is the "
-            "same number."
+            f"placement has {placement.num_experts} experts, layer {name} has {count}: "
+            "allowed is the same number."
         )
     if any(weight.dim() < 2 or weight.shape[0] != count for weight in weights) or not weights:
         raise ValueError(
-            f"layer {name} ({type(experts).__name__}) can't be spread: its experts are no stacked weights "
-            "[experts, ...]."
+            f"layer {name} ({type(experts).__name__}) can't be spread: its experts are no stacked "
+            "weights [experts, ...]."
         )
-

@@ -1,8 +1,9 @@
 """An attached MoE layer whose experts are spread over ranks: who decides, over which tokens.
 
-Ranks that share a batch all see the same tokens and decide alike, each for itself. Ranks with a batch of
-their own decide for their own tokens (`pool="source"`, no collective), or, with `pool="batch"`, gather
-the choices of all ranks, not their tokens, decide for all alike and take their own rows.
+Ranks that share a batch all see the same tokens and decide alike, each for itself. Ranks with a
+batch of their own decide for their own tokens (`pool="source"`, no collective), or, with
+`pool="batch"`, gather the choices of all ranks, not their tokens, decide for all alike and take
+their own rows.
 """
 
 from __future__ import annotations
@@ -63,8 +64,9 @@ class ParallelLayer(AttachedLayer):
         super().set_placement(parallel.placement)
 
     def applicable(self, policy: CapacityPolicy) -> CapacityPolicy:
-        """The same policy on all ranks; `pool` is "source" where ranks have own batches and it isn't named."""
-        if not self.parallel.shares_batch and "pool" not in policy.model_fields_set:
+        """The same policy on all ranks; with a batch a rank, a pool not named is "source"."""
+        own_batches = not self.parallel.shares_batch
+        if policy.caps and own_batches and "pool" not in policy.model_fields_set:
             policy = policy.replace(pool="source")
         self.parallel.link.agree("policy", str(policy))
         return policy
@@ -88,7 +90,9 @@ class ParallelLayer(AttachedLayer):
             return route(inputs, policy, self.placement)
         return route_together(inputs, policy, self.parallel, self.placement)
 
-    def _compute(self, hidden: Tensor, ids: Tensor, weights: Tensor, assignment: Assignment) -> Tensor:
+    def _compute(
+        self, hidden: Tensor, ids: Tensor, weights: Tensor, assignment: Assignment
+    ) -> Tensor:
         # no shortcut where nothing is kept: the other ranks wait for this one's part
         return self._original(hidden, assignment.topk_ids, assignment.topk_weights)
 
@@ -115,8 +119,8 @@ def parallel_layers(
     if not parallel.shares_batch:
         if token_source is not None:
             raise ValueError(
-                "token_source is not allowed where every rank has a batch of its own: a token lives on its "
-                "rank."
+                "token_source is not allowed where every rank has a batch of its own: a token "
+                "lives on its rank."
             )
         rank = parallel.link.rank
         running.token_source = lambda batch, length, device: torch.full(
@@ -153,10 +157,10 @@ def route_together(
     """
     if policy.keep in registered_keeps():
         raise ValueError(
-            f'keep={policy.keep!r} with pool="batch" and a batch a rank: a registered metric knows only '
-            'this rank\'s tokens; allowed is pool="source".'
+            f'keep={policy.keep!r} with pool="batch" and a batch a rank: a registered metric knows '
+            'only this rank\'s tokens; allowed is pool="source".'
         )
-    rows, k = inputs.topk_ids.shape
+    rows = inputs.topk_ids.shape[0]
     scores = inputs.scores if policy.expand is not None else None
     chosen = inputs.topk_scores
     if scores is None and inputs.scores is not None:
@@ -166,9 +170,11 @@ def route_together(
     columns = [inputs.topk_ids.int(), _bits(weights)]
     columns += [] if known is None else [_bits(known)]
     columns += [_flags(inputs).unsqueeze(1)]
-    packed, sizes = parallel.link.all_gather(torch.cat(columns, 1), f"the routing of {parallel.layer}")
+    packed, sizes = parallel.link.all_gather(
+        torch.cat(columns, 1), f"the routing of {parallel.layer}"
+    )
     parallel.bytes_sent += (parallel.link.size - 1) * rows * packed.shape[1] * packed.element_size()
-    ids, all_weights, *rest, flags = packed.split([part.shape[1] for part in columns], 1)
+    ids, all_weights, *rest, flags = torch.split(packed, [part.shape[1] for part in columns], 1)
     all_scores = None if known is None else rest[0].contiguous().view(torch.float32)
     flags = flags[:, 0]
     together = route(

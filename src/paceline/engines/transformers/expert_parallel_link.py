@@ -54,9 +54,13 @@ class Link:
         RuntimeError: if torch.distributed has not been started.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, timeout: float | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, timeout: float | None = None
+    ) -> None:
         if not dist.is_initialized():
-            raise RuntimeError("torch.distributed is not started: call expert_parallel.join() first.")
+            raise RuntimeError(
+                "torch.distributed is not started: call expert_parallel.join() first."
+            )
         self.group = dist.group.WORLD if group is None else group
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if timeout is None:
@@ -118,7 +122,7 @@ class Link:
         """
         mine = torch.tensor(list(repr(value).encode()), dtype=torch.uint8, device=self._device)
         joined, sizes = self.all_gather(mine, f"the agreement on {name}")
-        said = [bytes(part.tolist()).decode() for part in joined.cpu().split(sizes)]
+        said = [bytes(part.tolist()).decode() for part in torch.split(joined.cpu(), sizes)]
         for rank, other in enumerate(said):
             if other != said[0]:
                 raise ValueError(
@@ -144,8 +148,8 @@ class Link:
             cause = str(error).splitlines()[0]
             late = "timed out" in cause.lower() or "timeout" in cause.lower()
             why = (
-                f"another rank has not joined within {self.timeout:g} s (it is stuck, or runs other "
-                "forwards than this one)"
+                f"another rank has not joined within {self.timeout:g} s (it is stuck, or runs "
+                "other forwards than this one)"
                 if late
                 else "another rank is gone"
             )

@@ -66,6 +66,7 @@ class Scoring:
         return RULES[self.rule](logits)[:, : self.num_experts]
 
 
+@torch.no_grad()
 def find_scoring(site: Site, sighting: Sighting, num_experts: int) -> Scoring:
     """The scoring rule of a layer, from what it did with random rows."""
     k = sighting.ids.shape[1]

@@ -1,0 +1,174 @@
+"""Time a layer on real ranks: Paceline's expert parallelism beside Transformers' own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from paceline.bench.layer import STAGES, Measured, decider, without_cap
+from paceline.bench.spread import rotated
+from paceline.bench.workload import Workload
+from paceline.engines.transformers.expert_parallel import ExpertParallel
+from paceline.engines.transformers.expert_parallel_layer import route_together
+from paceline.engines.transformers.expert_parallel_link import Link
+from paceline.placement import ExpertPlacement
+from paceline.policy import CapacityPolicy
+from paceline.routing import RoutingInputs
+
+UNTOUCHED = "untouched"
+"""Label of Transformers' own expert parallelism, with no part of Paceline in it."""
+
+
+def stock_layer(experts: nn.Module, shares_batch: bool) -> Callable[..., Tensor]:
+    """Transformers' own way to bring these local experts the tokens of all ranks."""
+    from transformers.distributed.expert_parallel import AllReduceEP, AllToAllEP
+
+    size = dist.get_world_size()
+    mesh = init_device_mesh(
+        "cpu" if not torch.cuda.is_available() else "cuda", (size, 1), mesh_dim_names=("ep", "one")
+    )
+    tensor_parallel = mesh["ep"] if shares_batch else mesh["one"]
+    stock: Callable[..., Tensor] = (AllReduceEP if shares_batch else AllToAllEP)(
+        experts, mesh["ep"], tensor_parallel
+    )
+    return stock
+
+
+def time_layer(
+    workload: Workload,
+    experts: nn.Module,
+    placement: ExpertPlacement,
+    policies: Mapping[str, CapacityPolicy | None],
+    rounds: int,
+    *,
+    shares_batch: bool = False,
+    progress: Callable[[], None] = lambda: None,
+) -> dict[str, Measured]:
+    """Time the layer on all ranks; every rank must call it alike, and all get the same result.
+
+    Args:
+        workload: this rank's tokens (with `shares_batch`, the same on all ranks).
+        experts: this rank's experts, on local ids.
+        placement: expert -> rank.
+        policies: label -> policy; None is no cap.
+        rounds: each runs every policy once, and the untouched layer.
+        shares_batch: whether all ranks hold the same tokens.
+        progress: called after each policy of each round.
+    """
+    link = Link()
+    parallel = ExpertParallel(experts.forward, placement, link, shares_batch)
+    even = len(set(placement.sizes)) == 1
+    stock = stock_layer(experts, shares_batch) if even else None
+    names = [*policies, *([UNTOUCHED] if stock is not None else [])]
+    results = {name: Measured() for name in names}
+    with torch.inference_mode():
+        for name in names:  # touch code, memory and connections once
+            _count(name, workload, parallel, placement, policies, results[name])
+            _round(name, workload, parallel, stock, placement, policies, Measured())
+        for turn in range(rounds):
+            for name in rotated(names, turn):
+                _round(name, workload, parallel, stock, placement, policies, results[name])
+                progress()
+    return results
+
+
+def _decide(
+    inputs: RoutingInputs,
+    policy: CapacityPolicy | None,
+    parallel: ExpertParallel,
+    placement: ExpertPlacement,
+) -> tuple[Tensor, Tensor]:
+    if policy is None:
+        return without_cap(inputs)
+    if policy.pool == "batch" and not parallel.shares_batch:
+        assignment = route_together(inputs, policy, parallel, placement)
+        return assignment.topk_ids, assignment.topk_weights
+    return decider(placement, parallel.link.rank)(inputs, policy)
+
+
+def _round(
+    name: str,
+    workload: Workload,
+    parallel: ExpertParallel,
+    stock: Callable[..., Tensor] | None,
+    placement: ExpertPlacement,
+    policies: Mapping[str, CapacityPolicy | None],
+    result: Measured,
+) -> None:
+    times = dict.fromkeys(STAGES, 0.0)
+    hidden = workload.hidden
+    dist.barrier()
+    start = last = time.perf_counter()
+
+    def tick(stage: str) -> None:
+        nonlocal last
+        now = time.perf_counter()
+        times[stage] += now - last
+        last = now
+
+    inputs = workload.gate(hidden)
+    tick("gate")
+    if name == UNTOUCHED:
+        assert stock is not None
+        stock(hidden, inputs.topk_ids, inputs.topk_weights)
+        tick("experts")
+    else:
+        ids, weights = _decide(inputs, policies[name], parallel, placement)
+        tick("route")
+        parallel.clock = tick
+        parallel(hidden, ids, weights)
+        parallel.clock = None
+    spent = torch.tensor([*times.values(), time.perf_counter() - start], dtype=torch.float64)
+    everyone = [torch.empty_like(spent) for _ in range(parallel.link.size)]
+    dist.all_gather(everyone, spent)
+    table = torch.stack(everyone)
+    # a layer lasts until its last rank is done; the stages are of the rank that computes longest
+    busiest = table[int(table[:, STAGES.index("experts")].argmax())]
+    for index, stage in enumerate(STAGES):
+        result.stages[stage].append(float(busiest[index]))
+    result.total.append(float(table[:, -1].max()))
+
+
+def _count(
+    name: str,
+    workload: Workload,
+    parallel: ExpertParallel,
+    placement: ExpertPlacement,
+    policies: Mapping[str, CapacityPolicy | None],
+    result: Measured,
+) -> None:
+    """Loads, drops and bytes of one layer, over all ranks."""
+    inputs = workload.gate(workload.hidden)
+    before = parallel.bytes_sent
+    ids, weights = _decide(inputs, policies.get(name), parallel, placement)
+    device = torch.tensor([*placement.expert_to_device, placement.num_devices])
+    loads = torch.bincount(device[ids.reshape(-1)], minlength=placement.num_devices + 1)[:-1]
+    k = inputs.topk_ids.shape[1]
+    scores = (
+        inputs.topk_weights if inputs.scores is None else inputs.scores.gather(1, inputs.topk_ids)
+    )
+    kept = ids[:, :k] < placement.num_experts
+    mass = [
+        float(scores.sum()),
+        float((scores * kept).sum()),
+        float(kept.numel()),
+        float(kept.sum()),
+    ]
+    parallel(workload.hidden, ids, weights)
+    sent = parallel.bytes_sent - before
+    totals = torch.tensor([*loads.tolist(), sent, *mass], dtype=torch.float64)
+    dist.all_reduce(totals)
+    counts: list[Any] = totals.tolist()
+    ranks = parallel.link.size if parallel.shares_batch else 1
+    devices = placement.num_devices
+    result.loads = [int(load / ranks) for load in counts[:devices]]
+    result.bytes_sent = int(counts[devices]) if name != UNTOUCHED else None
+    whole, left, genuine, remaining = counts[devices + 1 :]
+    result.gate_mass = left / whole
+    result.dropped = 1 - remaining / genuine

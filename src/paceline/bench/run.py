@@ -1,0 +1,255 @@
+"""Assemble a benchmark: machine, workload, measurement, and the result as JSON-able values."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.bench import model as whole_model
+from paceline.bench.layer import emulate_layer
+from paceline.bench.layer import summary as layer_summary
+from paceline.bench.spread import prepare_machine
+from paceline.bench.workload import (
+    SHAPES,
+    Shape,
+    Workload,
+    build_experts,
+    model_workload,
+    parse_policies,
+    skewed_workload,
+    trace_workload,
+)
+from paceline.placement import ExpertPlacement
+from paceline.reporting.environment import environment
+from paceline.routing import RoutingInputs
+
+Progress = Callable[[], None]
+EMULATED, RANKS = "emulated devices", "ranks"
+
+
+def under_torchrun() -> bool:
+    """Whether this process is one of torchrun's ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _start() -> tuple[int, int, dict[str, Any]]:
+    """Rank, number of ranks, and what was done to the machine."""
+    rank, local = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    machine = prepare_machine(local, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    if under_torchrun():
+        from paceline.engines.transformers.expert_parallel import join
+
+        join()
+    return rank, ranks, machine
+
+
+def named_shape(name: str) -> Shape:
+    """One of `SHAPES`, or five numbers: hidden,intermediate,experts,k,devices.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    if name in SHAPES:
+        return SHAPES[name]
+    parts = name.split(",")
+    if len(parts) == 5 and all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        hidden, intermediate, experts, k, devices = map(int, parts)
+        if k <= experts and devices <= experts:
+            return Shape(name, hidden, intermediate, experts, k, devices)
+    raise ValueError(
+        f"shape {name!r} is not allowed: it is one of {', '.join(SHAPES)}, or "
+        "hidden,intermediate,experts,k,devices with k and devices at most experts."
+    )
+
+
+def bench_layer(
+    *,
+    shape: Shape | None,
+    policies: Sequence[str],
+    tokens: int,
+    rounds: int,
+    devices: int | None = None,
+    peak_to_mean: float = 2.0,
+    shares_batch: bool = False,
+    trace: Path | None = None,
+    layer: int = 0,
+    model: Any = None,
+    model_name: str = "",
+    text_ids: torch.Tensor | None = None,
+    progress: Progress = lambda: None,
+) -> dict[str, Any]:
+    """Time one MoE layer, on this process's emulated devices or, under torchrun, on its ranks.
+
+    Args:
+        shape: of random experts; None where `model` is given.
+        policies: short forms, compared with no cap.
+        tokens: of each device (with `shares_batch`, of all together).
+        rounds: of measurement.
+        devices: emulated devices; None: those of the shape.
+        peak_to_mean: of the synthetic routing.
+        shares_batch: whether all devices hold the same tokens.
+        trace: recorded routing instead of synthetic.
+        layer: of the trace or model.
+        model: whose layer is run with its own weights and routing on `text_ids` [batch, length].
+        model_name: for the report.
+        progress: called after each policy of each round.
+
+    Raises:
+        ValueError: if these don't fit together.
+    """
+    rank, ranks, machine = _start()
+    chosen = parse_policies(policies, shares_batch)
+    real = under_torchrun()
+    if model is not None:
+        if real:
+            raise ValueError(
+                "a model's own layer runs on emulated devices only: leave out torchrun."
+            )
+        assert text_ids is not None
+        load, experts = model_workload(model, text_ids, layer, model_name)
+        count = devices or 8
+        placement = ExpertPlacement.contiguous(load.shape.experts, count)
+        loads = _split(load, 1 if shares_batch else count)
+        measured = emulate_layer(loads, experts, placement, chosen, rounds, progress)
+    else:
+        assert shape is not None
+        count = ranks if real else devices or shape.devices
+        placement = ExpertPlacement.contiguous(shape.experts, count)
+        sources = [0] if shares_batch else [rank] if real else range(count)
+        loads = [
+            trace_workload(trace, shape, layer, tokens, offset=source * tokens)
+            if trace is not None
+            else skewed_workload(shape, tokens, peak_to_mean, placement, seed=source)
+            for source in sources
+        ]
+        load = loads[0]
+        if real:
+            from paceline.bench.ranks import time_layer
+
+            experts = build_experts(shape, placement.sizes[rank], seed=rank)
+            measured = time_layer(
+                load,
+                experts,
+                placement,
+                chosen,
+                rounds,
+                shares_batch=shares_batch,
+                progress=progress,
+            )
+        else:
+            experts = build_experts(shape, shape.experts)
+            measured = emulate_layer(loads, experts, placement, chosen, rounds, progress)
+    return {
+        "kind": "paceline bench layer",
+        "version": 1,
+        **environment(),
+        "timing": machine,
+        "devices": {
+            "kind": RANKS if real else EMULATED,
+            "count": count,
+            "batch": "shared" if shares_batch else "own",
+            "sends": "gloo or nccl" if real else "nothing: network time is not in these figures",
+        },
+        "workload": {
+            "label": load.label,
+            "routing": load.origin,
+            "tokens_a_device": load.hidden.shape[0],
+            "dtype": str(load.hidden.dtype).removeprefix("torch."),
+            "rounds": rounds,
+            "shape": asdict(load.shape),
+        },
+        "policies": layer_summary(measured, chosen),
+    }
+
+
+def _split(load: Workload, parts: int) -> list[Workload]:
+    """A layer's tokens dealt to devices in order, with their routing."""
+    inputs = load.gate(load.hidden)
+    router = load.gate
+    bounds = [len(load.hidden) * i // parts for i in range(parts + 1)]
+    split = []
+    for start, end in pairwise(bounds):
+        rows = slice(start, end)
+        own = RoutingInputs(
+            topk_ids=inputs.topk_ids[rows],
+            topk_weights=inputs.topk_weights[rows],
+            scores=None if inputs.scores is None else inputs.scores[rows],
+            num_experts=inputs.num_experts,
+            layer=inputs.layer,
+        )
+
+        def gate(hidden: torch.Tensor, own: Any = own) -> Any:
+            router(hidden)
+            return own
+
+        split.append(replace(load, hidden=load.hidden[rows].clone(), gate=gate))
+    return split
+
+
+def bench_model(
+    *,
+    model: Any,
+    model_name: str,
+    prompt_ids: Callable[[int], torch.Tensor],
+    policies: Sequence[str],
+    new_tokens: int,
+    rounds: int,
+    devices: int = 8,
+    progress: Progress = lambda: None,
+) -> dict[str, Any]:
+    """Time a whole model: prefill and decode under every policy.
+
+    Args:
+        model: loaded whole, alike on every rank.
+        model_name: for the report.
+        prompt_ids: rank -> its prompts, [batch, length] token ids.
+        policies: short forms, compared with no cap.
+        new_tokens: generated for each prompt.
+        rounds: of measurement.
+        devices: emulated devices, where torchrun doesn't say how many ranks there are.
+        progress: called after each policy of each round.
+    """
+    from paceline.engines.transformers.discovery import count_experts, find_sites, observe
+
+    rank, ranks, machine = _start()
+    chosen = parse_policies(policies, shares_batch=False)
+    real = under_torchrun()
+    site = find_sites(model)[0]
+    experts = count_experts(site, observe(site))
+    prompt = prompt_ids(rank)
+    if real:
+        from paceline.engines.transformers.expert_parallel import place_experts
+
+        count, placement = ranks, ExpertPlacement.contiguous(experts, ranks)
+        place_experts(model, placement)
+        served = whole_model.serve_on_ranks(model, prompt, chosen, new_tokens, rounds, progress)
+        sequences = prompt.shape[0] * ranks
+    else:
+        count, placement = devices, ExpertPlacement.contiguous(experts, devices)
+        served = whole_model.serve_emulated(
+            model, prompt, chosen, placement, new_tokens, rounds, progress
+        )
+        sequences = prompt.shape[0]
+    return {
+        "kind": "paceline bench model",
+        "version": 1,
+        **environment(),
+        "timing": machine,
+        "devices": {"kind": RANKS if real else EMULATED, "count": count, "batch": "own"},
+        "workload": {
+            "label": model_name,
+            "sequences": sequences,
+            "prompt_tokens": prompt.shape[1],
+            "new_tokens": new_tokens,
+            "rounds": rounds,
+            "parameters": sum(p.numel() for p in model.parameters()),
+        },
+        "policies": whole_model.summary(served, sequences * prompt.shape[1], new_tokens, sequences),
+    }

@@ -1,0 +1,308 @@
+"""What a layer benchmark runs: experts of some shape, tokens, and a router that skews loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from paceline.placement import ExpertPlacement
+from paceline.policy import CapacityPolicy
+from paceline.routing import RoutingInputs
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a layer of SwiGLU experts, and the devices the method's paper spread them over."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    experts: int
+    k: int
+    devices: int
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("olmoe", 2048, 1024, 64, 8, 8),
+        Shape("mixtral", 4096, 14336, 8, 2, 8),
+        Shape("deepseek-v2-lite", 2048, 1408, 64, 6, 8),
+        Shape("qwen1.5-moe", 2048, 1408, 60, 4, 6),
+        Shape("small", 512, 256, 16, 4, 4),
+        Shape("tiny", 64, 32, 8, 2, 4),
+    )
+}
+"""Published sizes of one layer each; "small" and "tiny" are for a quick look."""
+
+Gate = Callable[[Tensor], RoutingInputs]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One MoE layer and what goes through it.
+
+    Attributes:
+        label: for the report.
+        hidden: [tokens, hidden] of one device.
+        gate: hidden -> the model's own choice.
+        shape: sizes of the layer.
+        origin: where the routing comes from.
+    """
+
+    label: str
+    hidden: Tensor
+    gate: Gate
+    shape: Shape
+    origin: str
+
+
+def build_experts(shape: Shape, count: int, seed: int = 0) -> nn.Module:
+    """`count` random experts as Transformers runs them (stacked weights, grouped matmul).
+
+    Args:
+        shape: sizes of an expert.
+        count: experts that this process holds.
+        seed: of the weights.
+    """
+    from transformers.models.olmoe.configuration_olmoe import OlmoeConfig
+    from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
+
+    config = OlmoeConfig(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_experts=count,
+        num_experts_per_tok=1,
+    )
+    config._experts_implementation = "grouped_mm"
+    experts: Any = OlmoeExperts(config)
+    experts._is_expert_parallel = True
+    rng = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in experts.parameters():
+            # uniform is much quicker to draw than normal, and as good for a timing
+            weight.uniform_(-0.03, 0.03, generator=rng)
+    module: nn.Module = experts.eval()
+    return module
+
+
+def softmax_gate(weight: Tensor, bias: Tensor, k: int, renormalise: bool = False) -> Gate:
+    """Softmax, then top-k, as OLMoE and Mixtral do it.
+
+    Args:
+        weight: [experts, hidden].
+        bias: [experts] that skews the loads.
+        k: experts a token.
+        renormalise: whether the weights of a token sum to 1.
+    """
+
+    def gate(hidden: Tensor) -> RoutingInputs:
+        scores = torch.softmax(nn.functional.linear(hidden, weight, bias), dim=-1)
+        weights, ids = torch.topk(scores, k, dim=-1)
+        if renormalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return RoutingInputs(topk_ids=ids, topk_weights=weights, scores=scores)
+
+    return gate
+
+
+def skewed_workload(
+    shape: Shape, tokens: int, peak_to_mean: float, placement: ExpertPlacement, seed: int = 0
+) -> Workload:
+    """Random tokens whose busiest device gets `peak_to_mean` times the mean load.
+
+    Experts differ in popularity by a random amount each, and device 0's are more popular by what
+    makes its load right, found by bisection.
+
+    Args:
+        shape: sizes of the layer.
+        tokens: on one device.
+        peak_to_mean: of the devices, at least 1.
+        placement: of the experts.
+        seed: of tokens, router and, with another stream, popularity.
+
+    Raises:
+        ValueError: if no router reaches `peak_to_mean` on this placement.
+    """
+    if not peak_to_mean >= 1:
+        raise ValueError(f"peak_to_mean={peak_to_mean} is not allowed: it is at least 1.")
+    drawn = torch.Generator().manual_seed(seed)
+    hidden = torch.randn((tokens, shape.hidden), generator=drawn)
+    common = torch.Generator().manual_seed(1_000_003)  # the router is the same on every rank
+    weight = torch.randn((shape.experts, shape.hidden), generator=common) / shape.hidden**0.5
+    popularity = 0.3 * torch.randn(shape.experts, generator=common)
+    hot = torch.tensor([device == 0 for device in placement.expert_to_device])
+    sample = torch.randn((4096, shape.hidden), generator=common)
+    logits = nn.functional.linear(sample, weight, popularity)
+
+    def reached(extra: float) -> float:
+        ids = torch.topk(logits + extra * hot, shape.k, dim=-1).indices
+        mean = placement.sizes[0] / placement.num_experts
+        return float(hot[ids].float().mean()) / mean
+
+    low, high = -8.0, 16.0
+    if reached(high) < peak_to_mean:
+        raise ValueError(
+            f"peak_to_mean={peak_to_mean} is not possible with {shape.k} of {shape.experts} "
+            f"experts a token and {placement.sizes[0]} experts on device 0: "
+            f"at most {reached(high):.2f}."
+        )
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if reached(middle) < peak_to_mean else (low, middle)
+    return Workload(
+        label=f"{shape.name}, device peak-to-mean {peak_to_mean:g}",
+        hidden=hidden,
+        gate=softmax_gate(weight, popularity + high * hot, shape.k),
+        shape=shape,
+        origin=f"synthetic router, device 0 made {peak_to_mean:g} times as busy as the mean",
+    )
+
+
+def trace_workload(path: Path, shape: Shape, layer: int, tokens: int, offset: int = 0) -> Workload:
+    """Routing recorded from a model: an .npz with topk_ids and topk_weights [layers, tokens, k].
+
+    Args:
+        path: of the file.
+        shape: sizes of the experts to run; experts and k must be those of the trace.
+        layer: which of the trace.
+        tokens: how many, repeated where the trace has fewer.
+        offset: where to start, so that ranks differ.
+
+    Raises:
+        ValueError: if the file is no such trace or doesn't fit the shape.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            ids, weights = arrays["topk_ids"], arrays["topk_weights"]
+    except (KeyError, ValueError, OSError) as error:
+        raise ValueError(f"trace {path} holds no topk_ids and topk_weights: {error}") from None
+    if ids.ndim != 3 or ids.shape != weights.shape or not 0 <= layer < ids.shape[0]:
+        raise ValueError(
+            f"trace {path} has shape {list(ids.shape)}: allowed is [layers, tokens, k], "
+            "layer < layers."
+        )
+    if ids.shape[2] != shape.k or int(ids.max()) >= shape.experts:
+        raise ValueError(
+            f"trace {path} has k={ids.shape[2]} and expert {int(ids.max())}: shape "
+            f"{shape.name} has k={shape.k} and {shape.experts} experts."
+        )
+    rows = (np.arange(tokens) + offset) % ids.shape[1]
+    chosen = torch.from_numpy(ids[layer][rows].astype(np.int64))
+    scores = torch.from_numpy(weights[layer][rows].astype(np.float32))
+    given = RoutingInputs(
+        topk_ids=chosen, topk_weights=scores, topk_scores=scores, num_experts=shape.experts
+    )
+    weight = torch.zeros((shape.experts, shape.hidden))
+    compute = softmax_gate(weight, torch.zeros(shape.experts), shape.k)
+
+    def gate(hidden: Tensor) -> RoutingInputs:
+        compute(hidden)  # costs what a gate costs; the choice is the recorded one
+        return given
+
+    return Workload(
+        label=f"{shape.name}, {path.name} layer {layer}",
+        hidden=torch.randn((tokens, shape.hidden), generator=torch.Generator().manual_seed(0)),
+        gate=gate,
+        shape=shape,
+        origin=f"recorded routing, {path.name}, layer {layer}",
+    )
+
+
+def model_workload(model: Any, ids: Tensor, layer: int, name: str) -> tuple[Workload, nn.Module]:
+    """One layer of a model on real text: its own experts, router and inputs.
+
+    Args:
+        model: in eval mode.
+        ids: [batch, length] token ids.
+        layer: index among its MoE layers.
+        name: for the report.
+
+    Raises:
+        ValueError: if the model has no such layer.
+    """
+    from paceline.engines.transformers import attach
+
+    seen: dict[str, Any] = {}
+    with attach(model, "capacity_factor=1e9,mode=shadow,min_expert_load=0,unit=expert") as pace:
+        if not 0 <= layer < len(pace.layers):
+            raise ValueError(
+                f"layer {layer} is not allowed: the model has {len(pace.layers)} MoE layers."
+            )
+        attached = pace._layers[layer]
+        block, experts = attached.site.block, attached.site.experts
+        routed = attached._route
+
+        def keep(inputs: RoutingInputs) -> Any:
+            seen["inputs"] = inputs
+            return routed(inputs)
+
+        attached._route = keep  # type: ignore[method-assign]
+        hook = experts.register_forward_pre_hook(
+            lambda _, args: seen.__setitem__(
+                "hidden", args[0].reshape(-1, args[0].shape[-1]).clone()
+            )
+        )
+        try:
+            with torch.no_grad():
+                model(input_ids=ids)
+        finally:
+            hook.remove()
+            del attached._route
+        k, num_experts = attached.k, attached.num_experts
+    given: RoutingInputs = replace(seen["inputs"], token_request=None)
+    hidden: Tensor = seen["hidden"]
+    router: Any = getattr(block, "gate", None) or block.router
+
+    def gate(rows: Tensor) -> RoutingInputs:
+        router(rows)
+        return given
+
+    stacked = [p for p in experts.parameters() if p.dim() == 3]
+    intermediate = (
+        min(d for p in stacked for d in p.shape[1:] if d != hidden.shape[1]) if stacked else 0
+    )
+    shape = Shape(name, hidden.shape[1], intermediate, num_experts, k, 8)
+    origin = f"{name} on real text, layer {layer}"
+    return Workload(origin, hidden, gate, shape, origin), experts
+
+
+def parse_policies(texts: Sequence[str], shares_batch: bool) -> dict[str, CapacityPolicy | None]:
+    """Label -> policy; "none", no cap, always comes first.
+
+    Where devices have a batch each and no pool is named, it is "source"; a benchmark caps however
+    small its batch is, unless min_expert_load is named.
+
+    Args:
+        texts: short forms of policies.
+        shares_batch: whether all devices hold the same tokens.
+
+    Raises:
+        ValueError: on a bad policy, or one that can't be in this layout.
+    """
+    policies: dict[str, CapacityPolicy | None] = {"none": None}
+    for text in texts:
+        if text == "none":
+            continue
+        policy = CapacityPolicy.parse(text)
+        if not policy.caps or policy.mode != "enforce":
+            raise ValueError(
+                f'policy {text!r} caps nothing: use "none" for the layer without a cap.'
+            )
+        if policy.min_expert_load == "auto":
+            policy = CapacityPolicy.parse(f"{text},min_expert_load=0")
+        if not shares_batch and "pool" not in policy.model_fields_set:
+            policy = policy.replace(pool="source")
+        if shares_batch and (policy.pool == "source" or policy.expand == "own_device"):
+            raise ValueError(
+                f"policy {text!r} needs tokens that live on a device: with a shared batch they "
+                'live on all; allowed is pool="batch" without expand="own_device".'
+            )
+        policies[text] = policy
+    return policies

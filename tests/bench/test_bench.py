@@ -1,0 +1,183 @@
+"""The benchmark's workloads, bounds and reports; no timing is judged."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from paceline import CapacityPolicy, ExpertPlacement
+from paceline.bench.layer import Measured, emulate_layer, summary
+from paceline.bench.model import Served
+from paceline.bench.model import summary as model_summary
+from paceline.bench.spread import ratios, rotated, spread
+from paceline.bench.workload import (
+    SHAPES,
+    Shape,
+    build_experts,
+    parse_policies,
+    skewed_workload,
+    trace_workload,
+)
+
+TINY = SHAPES["tiny"]
+
+
+@pytest.fixture(autouse=True)
+def unpinned() -> Iterator[None]:
+    """The verbs pin their process to a core: not the tests after these."""
+    threads = torch.get_num_threads()
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    yield
+    torch.set_num_threads(threads)
+    if cores is not None:
+        os.sched_setaffinity(0, cores)
+
+
+def test_spread_and_ratios() -> None:
+    assert spread([3.0, 1.0, 2.0]) == {"min": 1.0, "median": 2.0, "max": 3.0}
+    assert ratios([2.0, 4.0], [1.0, 1.0]) == {"min": 2.0, "median": 3.0, "max": 4.0}
+    with pytest.raises(ValueError, match="no value"):
+        spread([])
+    assert [rotated("abc", turn)[0] for turn in range(4)] == ["a", "b", "c", "a"]
+
+
+@pytest.mark.parametrize("wanted", [1.0, 1.4, 2.0])
+def test_synthetic_routing_is_as_skewed_as_asked(wanted: float) -> None:
+    shape = Shape("s", 32, 16, 16, 4, 4)
+    placement = ExpertPlacement.contiguous(16, 4)
+    load = skewed_workload(shape, 4000, wanted, placement, seed=7)
+    ids = load.gate(load.hidden).topk_ids
+    device = torch.tensor(placement.expert_to_device)[ids]
+    share = float((device == 0).float().mean()) * 4
+    assert share == pytest.approx(wanted, rel=0.06)
+
+
+def test_impossible_skew_is_refused() -> None:
+    with pytest.raises(ValueError, match="is not possible with 2 of 8 experts a token"):
+        skewed_workload(TINY, 8, 9.0, ExpertPlacement.contiguous(8, 4))
+    with pytest.raises(ValueError, match="at least 1"):
+        skewed_workload(TINY, 8, 0.5, ExpertPlacement.contiguous(8, 4))
+
+
+def test_policies_get_what_a_benchmark_means() -> None:
+    own = parse_policies(["capacity_factor=1.0", "none"], shares_batch=False)
+    assert list(own) == ["none", "capacity_factor=1.0"]
+    policy = own["capacity_factor=1.0"]
+    assert policy is not None
+    assert (policy.pool, policy.min_expert_load) == ("source", 0)
+    named = parse_policies(["capacity_factor=1.0,pool=batch,min_expert_load=4"], False)
+    (policy,) = [p for p in named.values() if p is not None]
+    assert (policy.pool, policy.min_expert_load) == ("batch", 4)
+    with pytest.raises(ValueError, match="caps nothing"):
+        parse_policies(["mode=observe"], False)
+    with pytest.raises(ValueError, match="live on all"):
+        parse_policies(["capacity_factor=1.0,expand=own_device"], True)
+
+
+def test_bound_counts_what_does_not_depend_on_load() -> None:
+    before = Measured(total=[10.0], loads=[80, 20])
+    after = Measured(total=[8.0], loads=[50, 20], bytes_sent=7)
+    for result, seconds in ((before, 6.0), (after, 4.0)):
+        for stage in result.stages:
+            result.stages[stage] = [seconds if stage == "experts" else 1.0]
+    first, second = summary({"none": before, "half": after}, {})
+    assert first["bound"] == 1
+    assert second["bound"] == pytest.approx(10 / (4 + 6 * 50 / 80))
+    assert second["load_bound"] == pytest.approx(1.6)
+    assert second["speedup"]["median"] == pytest.approx(1.25)
+    assert second["peak_to_mean"] == pytest.approx(1.0)
+    assert second["busiest_share"] == pytest.approx(50 / 70)
+
+
+def test_amdahl_bound_of_a_model() -> None:
+    rows = model_summary(
+        {
+            "none": Served([2.0], [1.0], [1.0], 80, 100),
+            "cap": Served([1.6], [1.0], [0.6], 40, 60),
+        },
+        tokens=64,
+        new_tokens=3,
+        sequences=4,
+    )
+    assert rows[1]["bound"] == pytest.approx(1 / (0.5 + 0.5 * 0.5))
+    assert rows[0]["decode_tokens_a_second"]["median"] == 8
+    assert rows[1]["prefill_tokens_a_second"]["median"] == 40
+
+
+def test_emulated_loads_are_those_of_the_policy() -> None:
+    placement = ExpertPlacement.contiguous(TINY.experts, 4)
+    loads = [skewed_workload(TINY, 64, 2.0, placement, seed=s) for s in range(4)]
+    policies: dict[str, CapacityPolicy | None] = parse_policies(
+        ["capacity_factor=1.0", "capacity_factor=1.5,expand=own_device"], False
+    )
+    experts = build_experts(TINY, TINY.experts)
+    results = emulate_layer(loads, experts, placement, policies, rounds=2)
+    whole = 4 * 64 * TINY.k
+    assert sum(results["none"].loads) == whole
+    capped = results["capacity_factor=1.0"]
+    assert max(capped.loads) == 4 * (64 * TINY.k // 4)
+    assert capped.dropped == pytest.approx(1 - sum(capped.loads) / whole)
+    assert 0 < capped.gate_mass < 1
+    expanded = results["capacity_factor=1.5,expand=own_device"]
+    assert max(expanded.loads) <= 4 * -(-64 * TINY.k * 3 // 8)
+    for result in results.values():
+        assert len(result.total) == 2
+        for turn in range(2):
+            spent = sum(times[turn] for times in result.stages.values())
+            assert spent == pytest.approx(result.total[turn])
+
+
+def test_trace_gives_the_recorded_choice(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    ids = np.stack([rng.permutation(8)[:2] for _ in range(30)]).reshape(3, 10, 2).astype(np.uint8)
+    path = tmp_path / "trace.npz"
+    np.savez(path, topk_ids=ids, topk_weights=rng.random((3, 10, 2)).astype(np.float16))
+    load = trace_workload(path, TINY, layer=1, tokens=12, offset=3)
+    got = load.gate(load.hidden).topk_ids.numpy()
+    assert (got == ids[1][(np.arange(12) + 3) % 10]).all()
+    with pytest.raises(ValueError, match="k=2 and expert"):
+        trace_workload(path, SHAPES["olmoe"], 1, 12)
+    with pytest.raises(ValueError, match="layer < layers"):
+        trace_workload(path, TINY, 3, 12)
+    np.savez(path, other=ids)
+    with pytest.raises(ValueError, match="holds no topk_ids"):
+        trace_workload(path, TINY, 1, 12)
+
+
+def test_verbs_write_results_and_a_plot(tmp_path: Path) -> None:
+    runner = pytest.importorskip("typer.testing").CliRunner()
+    from paceline.cli.app import app
+
+    out, plot = tmp_path / "layer.json", tmp_path / "layer.html"
+    options = ["--shape", "tiny", "--tokens", "32", "--rounds", "1", "--out", str(out)]
+    done = runner.invoke(app, ["bench", "layer", *options, "--plot", str(plot)])
+    assert done.exit_code == 0, done.output
+    results = json.loads(out.read_text())
+    assert results["devices"]["kind"] == "emulated devices"
+    assert results["policies"][0]["policy"] == "none"
+    assert "Speed-up over no cap" in plot.read_text()
+    bad = runner.invoke(app, ["bench", "layer", "--shape", "nothing"])
+    assert bad.exit_code == 2
+    assert "shape 'nothing' is not allowed" in bad.output
+    bad = runner.invoke(app, ["bench", "layer", *options[:-1], str(tmp_path / "no" / "x.json")])
+    assert bad.exit_code == 2
+    assert "there is no folder" in bad.output
+
+
+def test_model_verb_on_the_demo_model(tmp_path: Path) -> None:
+    runner = pytest.importorskip("typer.testing").CliRunner()
+    from paceline.cli.app import app
+
+    out, plot = tmp_path / "model.json", tmp_path / "model.html"
+    sizes = ["--sequences", "8", "--prompt-tokens", "16", "--new-tokens", "2", "--rounds", "1"]
+    done = runner.invoke(app, ["bench", "model", *sizes, "--out", str(out), "--plot", str(plot)])
+    assert done.exit_code == 0, done.output
+    rows = json.loads(out.read_text())["policies"]
+    assert rows[0]["rows"] == 4 * 8 * 16 * 4  # layers, sequences, tokens, k
+    assert rows[2]["busiest_rows"] < rows[0]["busiest_rows"]

@@ -1,0 +1,83 @@
+"""Expert parallelism on two gloo ranks: outputs, loads, what is sent, and how it fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers.distributed.expert_parallel")
+torch = pytest.importorskip("torch")
+if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+    pytest.skip("torch.distributed has no gloo here", allow_module_level=True)
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
+import tiny_models  # noqa: E402
+from ranks import HERE, assert_passed, run_ranks  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models")
+    for name in ("mixtral", "olmoe"):
+        tiny_models.build(name).save_pretrained(path / name)
+    return path
+
+
+TOGETHER = (
+    "shared",
+    "shared_placed",
+    "own",
+    "own_placed",
+    "generate",
+    "idle_rank",
+    "sent",
+    "shared_sends_nothing",
+    "disagreements",
+)
+"""Checks that one start of the ranks runs in a row: starting costs more than most of them."""
+
+
+@pytest.fixture(scope="module")
+def together(folder: Path) -> str:
+    """What both ranks print under torchrun."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    done = subprocess.run(
+        [*command, str(HERE / "checks.py"), str(folder), *TOGETHER],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
+    return done.stdout
+
+
+@pytest.mark.parametrize("check", TOGETHER)
+def test_two_ranks(together: str, check: str) -> None:
+    for rank in range(2):
+        assert f"rank {rank} passed {check} in" in together, together[-6000:]
+
+
+def test_a_rank_that_dies_ends_the_others_with_a_sentence(folder: Path) -> None:
+    left, killed = run_ranks("lost_in_layer", folder=folder)
+    assert killed.code == -9
+    assert left.code == 1
+    sentence = "rank 0 of 2 gives up in the all-to-all of model.layers.1.mlp: another rank is gone"
+    assert sentence in left.output, left.output[-4000:]
+
+
+@pytest.mark.parametrize("check", ["silent_rank", "silent_rank_under_fsdp"])
+def test_a_silent_rank_is_given_up_in_bounded_time(folder: Path, check: str) -> None:
+    assert_passed(run_ranks(check, folder=folder, only=0, PACELINE_EP_TIMEOUT="5"))

@@ -1,0 +1,97 @@
+"""Every architecture of the installed Transformers: caps hold where attach accepts it, as docs/architectures.md says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import support_matrix
+import tiny_models
+import torch
+import transformers
+from helpers import capacity, choices, counted, fingerprint, implementation, loads, output
+
+from paceline import CapacityPolicy, attach
+
+PAGE = support_matrix.PAGE.read_text() if support_matrix.PAGE.exists() else ""
+REFUSED = {"jetmoe", "llama4", "nllb_moe", "switch_transformers", "vitpose_backbone"}
+
+
+@pytest.mark.parametrize("name", tiny_models.architectures())
+def test_architecture(name: str) -> None:
+    level, row = support_matrix.support_row(name)
+    if f"Transformers {transformers.__version__} " in PAGE:
+        assert row in PAGE.splitlines(), "docs/architectures.md is stale: run support_matrix.py --write"
+    assert (level == "refused") == (name in REFUSED)
+    model = tiny_models.build(name)
+    if level == "refused":
+        before = fingerprint(model)
+        with pytest.raises(ValueError, match="can't be handled"):
+            attach(model)
+        assert fingerprint(model) == before
+        return
+    given = tiny_models.inputs_for(model, pad=5)
+    want, untouched = output(model, given), choices(model, given)
+    generate = _generates(model)
+    before = fingerprint(model)
+    for how in ("eager", "grouped_mm"):
+        with implementation(model, how) as chosen:
+            if chosen:
+                _check_cap(model, given, untouched, "score" if "unknown" not in row else "weight")
+    with attach(model):
+        assert torch.equal(output(model, given), want)
+        if generate is not None:
+            again = _generates(model)
+            assert again is not None
+            assert all(map(torch.equal, again.logits, generate.logits))
+    assert fingerprint(model) == before
+    assert torch.equal(output(model, given), want)
+
+
+def _check_cap(model: Any, given: Any, untouched: Any, keep: str) -> None:
+    valid = given["attention_mask"].flatten().bool()
+    tokens = int(valid.sum())
+    policy = CapacityPolicy(capacity_factor=0.9, unit="expert", min_expert_load=0, keep=keep)
+    with attach(model, policy) as pace:
+        counter, out = counted(model, given)
+        stats = {(s.name + ".experts").lstrip("."): s for s in pace.stats().layers}
+    assert out.isfinite().all()
+    ran = {layer: s for layer, s in stats.items() if s.forwards}
+    assert set(ran) == set(untouched)
+    for i, (layer, (ids, _)) in enumerate(untouched.items()):
+        s, rows = stats[layer], counter.rows(layer)
+        experts, k = len(rows), ids.shape[1]
+        cap = capacity("0.9", tokens, k, 1, experts)
+        assert rows.tolist() == s.expert_loads_after
+        assert s.tokens == tokens * s.forwards
+        assert (rows <= cap * s.forwards).all()
+        if i == 0 and s.forwards == 1:
+            own = loads(ids, valid, experts)
+            assert torch.equal(rows, own.clamp(max=cap))
+            assert s.dropped == int((own - rows).sum())
+    assert sum(s.dropped for s in ran.values()) > 0
+
+
+def _generates(model: Any) -> Any:
+    """What a few decode steps give, None where the architecture doesn't generate text."""
+    if not getattr(model, "can_generate", lambda: False)():
+        return None
+    given = tiny_models.inputs(length=8, pad=2)
+    try:
+        return model.generate(
+            **given,
+            max_new_tokens=3,
+            do_sample=False,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    except (ValueError, RuntimeError, TypeError, AttributeError):
+        return None
+
+
+def test_the_page_lists_every_architecture_and_no_other() -> None:
+    if f"Transformers {transformers.__version__} " not in PAGE:
+        pytest.skip("docs/architectures.md is of another version of Transformers")
+    listed = [line.split("|")[1].strip() for line in PAGE.splitlines() if line.startswith("| ")][1:]
+    assert listed == list(tiny_models.architectures())

@@ -1,0 +1,271 @@
+"""What the engine knows of tokens: padding, decode steps, position, request, device, modality."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from helpers import choices, counted, fingerprint, model_of, output
+from torch import Tensor
+
+from paceline import CapacityPolicy, ExpertPlacement, attach
+from paceline.engines.transformers import load_policy, save_policy
+from paceline.engines.transformers.context import ForwardContext
+
+CAP = CapacityPolicy(capacity_factor=1, unit="expert", min_expert_load=0)
+
+
+def context(config: Any = None, source: Any = None, **arguments: Any) -> ForwardContext:
+    return ForwardContext(arguments, config, source)
+
+
+class Cached:
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+
+def test_valid_tokens_are_read_from_masks_of_every_form() -> None:
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    assert context(input_ids=ids).valid is None
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]])
+    want = [True, True, True, True, True, False]  # the last three columns
+    assert context(input_ids=ids, attention_mask=mask).valid.tolist() == want
+    seen = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]], dtype=torch.bool)
+    causal = torch.ones(3, 5, dtype=torch.bool).tril(2)
+    bools = (causal & seen[:, None])[:, None]
+    floats = torch.where(bools, 0.0, -torch.inf)
+    for full in (bools, floats, {"full_attention": bools, "sliding_attention": None}):
+        got = context(input_ids=ids, attention_mask=full, cache=Cached(2)).valid
+        assert got.tolist() == want
+    with pytest.raises(ValueError, match=r"attention_mask \[2, 2\]"):
+        context(input_ids=ids, attention_mask=torch.ones(2, 2)).valid  # noqa: B018
+
+
+def test_positions_requests_and_decode_steps() -> None:
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    assert context(input_ids=ids, attention_mask=mask).position.tolist() == [0, 1, 2, 2, 3, 4]
+    assert context(input_ids=ids, cache=Cached(4)).position.tolist() == [4, 5, 6, 4, 5, 6]
+    assert context(input_ids=ids).request.tolist() == [0, 0, 0, 1, 1, 1]
+    assert not context(input_ids=ids, cache=Cached(4)).is_decode
+    assert context(input_ids=ids[:, :1], cache=Cached(4)).is_decode
+    assert not context(input_ids=ids[:, :1], cache=Cached(0)).is_decode
+    assert not context(input_ids=ids[:, :1]).is_decode
+
+
+def test_token_sources() -> None:
+    ids = torch.zeros(4, 2, dtype=torch.int64)
+    assert context(input_ids=ids).source(2) is None
+    assert context(source="sequence", input_ids=ids).source(2).tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert context(source="sequence", input_ids=ids[:3]).source(2).tolist() == [0, 0, 0, 0, 1, 1]
+    rows = torch.tensor([1, 0, 1, 0])
+    assert context(source=rows, input_ids=ids).source(2).tolist() == [1, 1, 0, 0, 1, 1, 0, 0]
+    every = lambda b, n, d: torch.arange(b * n, device=d).view(b, n) % 2  # noqa: E731
+    assert context(source=every, input_ids=ids).source(2).tolist() == [0, 1] * 4
+    with pytest.raises(ValueError, match=r"token_source has shape \[4\]"):
+        context(source=rows, input_ids=ids[:3]).source(2)
+
+
+def test_modalities_from_token_types_or_placeholder_ids() -> None:
+    class Config:
+        image_token_id, video_token_id = 9, 8
+
+    ids = torch.tensor([[1, 9, 9, 8]])
+    found = context(Config(), input_ids=ids).modality
+    assert {m: t.tolist() for m, t in found.items()} == {
+        "image": [False, True, True, False],
+        "video": [False, False, False, True],
+    }
+    kinds = torch.tensor([[0, 0, 1, 2, 3]])
+    found = context(Config(), input_ids=ids, mm_token_type_ids=kinds).modality
+    assert found["image"].tolist() == [False, True, False, False]
+    assert found["audio"].tolist() == [False, False, False, True]
+
+
+def test_drop_first_drops_image_tokens_before_text() -> None:
+    model = model_of("qwen3_vl_moe")
+    before = fingerprint(model)
+    given = tiny_models.inputs()
+    image = torch.zeros_like(given["input_ids"])
+    image[:, 4:16] = 1
+    given["mm_token_type_ids"] = image
+    image_rows = image.flatten().bool()
+    chosen = next(iter(choices(model, given).values()))[0]
+    lost: dict[str, Tensor] = {}
+    for first in ("", "image", "text"):
+        with attach(model, CAP.replace(drop_first=first)) as pace:
+            layer, kept = pace._layers[0], []
+            compute = layer._compute
+
+            def spy(*args: Any, kept: list[Tensor] = kept, compute: Any = compute) -> Tensor:
+                kept.append(args[3].kept)
+                return compute(*args)
+
+            layer._compute = spy  # type: ignore[method-assign]
+            output(model, given)
+        lost[first] = ~kept[0]
+    assert lost["image"][image_rows].sum() > lost[""][image_rows].sum()
+    assert lost["text"][~image_rows].sum() > lost[""][~image_rows].sum()
+    assert lost["image"].sum() == lost["text"].sum() == lost[""].sum() > 0
+    for e in chosen.unique().tolist():
+        dropped, used = (chosen == e) & lost["image"], (chosen == e) & ~lost["image"]
+        # an expert that had to drop a text token computes no image token
+        assert not (dropped[~image_rows].any() and used[image_rows].any())
+    assert fingerprint(model) == before
+
+
+def test_a_modality_the_model_does_not_know_is_refused() -> None:
+    with pytest.raises(ValueError, match="drop_first"):
+        attach(model_of("mixtral"), CAP.replace(drop_first="audio"))
+    attach(model_of("qwen3_vl_moe"), CAP.replace(drop_first="image")).detach()
+
+
+def test_phase_prefill_leaves_decode_steps_alone() -> None:
+    model, given = model_of("olmoe"), tiny_models.inputs(pad=5)
+    kwargs: dict[str, Any] = dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
+    for phase, capped in (("all", 5), ("prefill", 1)):
+        with attach(model, CAP.replace(phase=phase)) as pace:
+            model.generate(**given, **kwargs)
+            for stats in pace.stats().layers:
+                assert (stats.forwards, stats.capped_forwards) == (5, capped)
+
+
+def test_small_forwards_are_left_alone() -> None:
+    model, given = model_of("olmoe"), tiny_models.inputs()
+    want = output(model, given)
+    # 48 tokens x 2 / 8 experts = 12 a expert
+    for enough, capped in ((12, 1), (12.5, 0), ("auto", 1), (64, 0)):
+        with attach(model, CAP.replace(min_expert_load=enough)) as pace:
+            same = torch.equal(output(model, given), want)
+            assert pace.stats().layers[0].capped_forwards == capped
+            assert same == (not capped)
+
+
+def test_protect_first_keeps_the_first_tokens_of_every_sequence() -> None:
+    model, given = model_of("olmoe"), tiny_models.inputs(pad=5)
+    policy = CAP.replace(protect_first=4, capacity_factor=0.5)
+    with attach(model, policy) as pace:
+        inputs: list[Any] = []
+        layer = pace._layers[0]
+        original = layer._route
+        layer._route = lambda given: inputs.append(given) or original(given)  # type: ignore
+        output(model, given)
+    high = (inputs[0].token_priority > 0).view(2, 24)
+    assert high[0, 5:9].all()  # after the padding of row 0
+    assert high[1, :4].all()
+    assert high[0, 9:].sum() == high[1, 4:].sum() == 0
+
+
+def test_own_device_extras_and_source_pools_need_to_know_where_tokens_live() -> None:
+    model, given = model_of("olmoe"), tiny_models.inputs(batch=4, length=12)
+    place = ExpertPlacement.contiguous(8, 4)
+    source = {"token_source": "sequence"}
+    with attach(model, "capacity_factor=1,pool=source,min_expert_load=0", place, **source) as pace:
+        output(model, given)
+        stats = pace.stats().layers[0]
+        assert 0 < stats.dropped
+    policy = "capacity_factor=1,expand=own_device,min_expert_load=0"
+    with attach(model, policy, 4, token_source=torch.tensor([3, 2, 1, 0])) as pace:
+        counter, _ = counted(model, given)
+        stats = pace.stats().layers[0]
+        name = pace.layers[0] + ".experts"
+    assert stats.extras > 0
+    assert counter.rows(name).tolist() == stats.expert_loads_after
+
+
+def test_random_drops_differ_between_forwards_and_follow_the_seed() -> None:
+    model, given = model_of("olmoe"), tiny_models.inputs()
+
+    def runs(seed: int) -> list[Tensor]:
+        with attach(model, CAP.replace(keep="random", seed=seed)):
+            return [output(model, given) for _ in range(2)]
+
+    a, b, c = runs(0), runs(0), runs(1)
+    assert all(map(torch.equal, a, b))
+    assert not torch.equal(a[0], a[1])
+    assert not torch.equal(a[0], c[0])
+
+
+def test_inner_models_can_be_called_on_their_own() -> None:
+    model, given = model_of("olmoe"), tiny_models.inputs(pad=5)
+    with attach(model, CAP) as pace:
+        model.model(**given)
+        assert pace.stats().layers[0].tokens == 43
+        pace.reset_stats()
+        model.model(given["input_ids"], given["attention_mask"])  # by position
+        assert pace.stats().layers[0].tokens == 43
+
+
+def test_a_static_cache_has_masks_of_four_dimensions() -> None:
+    model, given = model_of("olmoe"), tiny_models.inputs(pad=5)
+    kwargs: dict[str, Any] = dict(max_new_tokens=4, do_sample=False, pad_token_id=0)
+    kwargs |= dict(cache_implementation="static", disable_compile=True)
+    want = model.generate(**given, **kwargs)
+    with attach(model) as pace:
+        assert torch.equal(model.generate(**given, **kwargs), want)
+        assert pace.stats().layers[0].tokens == 43 + 3 * 2
+
+
+def test_experts_that_see_only_some_tokens() -> None:
+    """ernie4_5_vl_moe gives text and vision tokens to experts of their own."""
+    model = model_of("ernie4_5_vl_moe")
+    given = tiny_models.inputs(pad=5)
+    kinds = torch.zeros_like(given["input_ids"])
+    kinds[:, 8:15] = 1
+    with attach(model) as pace:
+        for name in ("moe_mm_token_type_ids", "mm_token_type_ids"):
+            try:
+                with torch.no_grad():
+                    model(**given, **{name: kinds})
+            except TypeError:
+                continue
+        stats = {s.name: s for s in pace.stats().layers}
+    text = [s for n, s in stats.items() if "text_moe" in n]
+    vision = [s for n, s in stats.items() if "vision_moe" in n]
+    assert text
+    assert vision
+    assert vision[0].tokens % 14 == 0
+    assert vision[0].tokens > 0
+
+
+def test_a_policy_in_the_config_survives_saving_and_switches_nothing_on(tmp_path: Path) -> None:
+    model, given = tiny_models.build("olmoe"), tiny_models.inputs()
+    assert load_policy(model) is None
+    want = output(model, given)
+    policy = CapacityPolicy(capacity_factor=1.25, drop_first=("image", "video"), min_expert_load=0)
+    save_policy(model, policy)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    assert load_policy(loaded) == policy
+    assert torch.equal(output(loaded, given), want)
+    assert '"version": 1' in (tmp_path / "config.json").read_text()
+    save_policy(loaded, policy.replace(drop_first=()))
+    with attach(loaded, "config") as pace:
+        assert pace.policy.capacity_factor == 1.25
+    loaded.config.capacity_policy["version"] = 2
+    with pytest.raises(ValueError, match="version 2"):
+        load_policy(loaded)
+    save_policy(loaded, None)
+    assert load_policy(loaded) is None
+
+
+def test_scores_of_a_half_precision_router_are_computed_in_float32() -> None:
+    model = tiny_models.build("mixtral", dtype=torch.bfloat16)
+    given = tiny_models.inputs()
+    seen: list[Any] = []
+    with attach(model, CAP) as pace:
+        assert [s.scoring for s in pace.support] == ["softmax"] * len(pace.support)
+        layer = pace._layers[0]
+        original = layer._route
+        layer._route = lambda given: seen.append(given) or original(given)  # type: ignore
+        output(model, given)
+        assert pace.stats().layers[0].dropped > 0
+    scores = seen[0].scores
+    assert scores.dtype == torch.float32
+    assert (scores != scores.bfloat16().float()).float().mean() > 0.9  # not rounded
