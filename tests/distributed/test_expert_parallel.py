@@ -23,7 +23,7 @@ from ranks import HERE, assert_passed, run_ranks  # noqa: E402
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models")
-    for name in ("mixtral", "olmoe"):
+    for name in ("mixtral", "olmoe", "gpt_oss", "deepseek_v3"):
         tiny_models.build(name).save_pretrained(path / name)
     return path
 
@@ -33,6 +33,7 @@ TOGETHER = (
     "shared_placed",
     "own",
     "own_placed",
+    "architectures",
     "generate",
     "idle_rank",
     "sent",

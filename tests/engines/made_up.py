@@ -69,7 +69,9 @@ class Experts(nn.Module):
         out = torch.zeros_like(hidden)
         for e in chosen.unique().tolist():
             token, slot = (chosen == e).nonzero(as_tuple=True)
-            out.index_add_(0, token, F.linear(hidden[token], self.weight[e]) * weights[token, slot, None])
+            out.index_add_(
+                0, token, F.linear(hidden[token], self.weight[e]) * weights[token, slot, None]
+            )
         return out
 
 
@@ -83,7 +85,9 @@ class ClampingExperts(Experts):
 class Block(nn.Module):
     """Follows the seam."""
 
-    def __init__(self, router: type[nn.Module] = Router, experts: type[nn.Module] = Experts) -> None:
+    def __init__(
+        self, router: type[nn.Module] = Router, experts: type[nn.Module] = Experts
+    ) -> None:
         super().__init__()
         self.gate, self.experts = router(), experts()
 
@@ -116,6 +120,16 @@ class NeverCalls(Block):
         return hidden @ self.experts.weight[0]
 
 
+class NeedsMore(Block):
+    """A whole decoder layer: can't be tried on hidden states alone, and never calls its experts."""
+
+    def forward(self, hidden: Tensor, position: Tensor | None = None) -> Tensor:
+        if position is None:
+            raise TypeError("position is needed")
+        _, _, ids = self.gate(hidden.reshape(-1, HIDDEN))
+        return hidden @ self.experts.weight[int(ids[0, 0])]
+
+
 class DenseScores(Block):
     def forward(self, hidden: Tensor) -> Tensor:
         flat = hidden.reshape(-1, HIDDEN)
@@ -145,6 +159,16 @@ class Model(nn.Module):
         hidden = self.embed(input_ids)
         for layer in self.layers:
             hidden = hidden + layer(hidden)
+        return hidden
+
+
+class Positioned(Model):
+    """A model whose layers take positions."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden, torch.arange(input_ids.shape[1]))
         return hidden
 
 

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "_grouped_mm", "grouped_mm_fallback")
+_PRODUCTS = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "linear",
+    "matmul",
+    "_grouped_mm",
+    "grouped_mm_fallback",
+)
 
 
 class RowCounter(TorchDispatchMode):
@@ -29,7 +38,12 @@ class RowCounter(TorchDispatchMode):
                 if p.dim() < 2 or "bias" in key:
                     continue
                 experts = p.shape[0] if p.dim() == 3 else module.num_experts
-                self._found[p.untyped_storage().data_ptr()] = (name, key, experts, p.numel() // experts)
+                self._found[p.untyped_storage().data_ptr()] = (
+                    name,
+                    key,
+                    experts,
+                    p.numel() // experts,
+                )
                 self._counts.setdefault(name, {})[key] = torch.zeros(experts, dtype=torch.int64)
 
     def rows(self, name: str) -> Tensor:
@@ -69,7 +83,9 @@ class RowCounter(TorchDispatchMode):
             if "grouped" in name:
                 offsets = kwargs.get("offs", next((a for a in tensors if a.dim() == 1), None))
                 assert offsets is not None
-                self._add(known, torch.diff(offsets.long(), prepend=torch.zeros(1, dtype=torch.int64)))
+                self._add(
+                    known, torch.diff(offsets.long(), prepend=torch.zeros(1, dtype=torch.int64))
+                )
             else:
                 other = next(o for j, o in enumerate(tensors) if j != i and o.dim() >= 2)
                 rows = torch.zeros(known[2], dtype=torch.int64)

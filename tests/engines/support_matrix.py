@@ -1,7 +1,7 @@
 """Writes docs/architectures.md: what attach does with every architecture of the installed Transformers.
 
-    python tests/engines/support_matrix.py            # print the page
-    python tests/engines/support_matrix.py --write    # write docs/architectures.md
+python tests/engines/support_matrix.py            # print the page
+python tests/engines/support_matrix.py --write    # write docs/architectures.md
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ def page() -> str:
     rows = [support_row(name) for name in tiny_models.architectures()]
     levels = [level for level, _ in rows]
     counts = ", ".join(f"{levels.count(x)} {x}" for x in ("full", "drop only", "refused"))
-    head = _HEAD.format(version=transformers.__version__, counts=f"{len(rows)} architectures: {counts}.")
+    head = _HEAD.format(
+        version=transformers.__version__, counts=f"{len(rows)} architectures: {counts}."
+    )
     return head + "\n".join(row for _, row in rows) + "\n"
 
 

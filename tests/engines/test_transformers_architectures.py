@@ -21,7 +21,9 @@ REFUSED = {"jetmoe", "llama4", "nllb_moe", "switch_transformers", "vitpose_backb
 def test_architecture(name: str) -> None:
     level, row = support_matrix.support_row(name)
     if f"Transformers {transformers.__version__} " in PAGE:
-        assert row in PAGE.splitlines(), "docs/architectures.md is stale: run support_matrix.py --write"
+        assert row in PAGE.splitlines(), (
+            "docs/architectures.md is stale: run support_matrix.py --write"
+        )
     assert (level == "refused") == (name in REFUSED)
     model = tiny_models.build(name)
     if level == "refused":

@@ -75,7 +75,9 @@ def test_a_factor_of_each_expert_allows_dropping_by_score_but_no_expansion() -> 
 )
 def test_without_a_scoring_rule_everything_but_scores_works(block: Any, reason: str) -> None:
     model, ids = made(block), made_up.tokens()
-    with pytest.raises(ValueError, match=f'keep="score" is not possible for layer layers.0: .*{reason}'):
+    with pytest.raises(
+        ValueError, match=f'keep="score" is not possible for layer layers.0: .*{reason}'
+    ):
         attach(model, CAP)
     for keep in ("weight", "first", "last", "random"):
         with attach(model, CAP.replace(keep=keep)) as pace:
@@ -89,7 +91,10 @@ def test_without_a_scoring_rule_everything_but_scores_works(block: Any, reason: 
     [
         (made_up.NeverCalls, "layers.0 can't be handled: its forward doesn't call its experts"),
         (made_up.DenseScores, "layers.0 can't be handled: its experts are given choices of shape"),
-        (made_up.Unrouted, r"layers.0 \(Unrouted\) can't be handled: .* no child named gate or router"),
+        (
+            made_up.Unrouted,
+            r"layers.0 \(Unrouted\) can't be handled: .* no child named gate or router",
+        ),
     ],
 )
 def test_what_only_looks_like_the_seam_is_refused(block: Any, reason: str) -> None:
@@ -109,8 +114,20 @@ def test_one_layer_that_fails_leaves_the_others_untouched() -> None:
     assert fingerprint(model) == before
 
 
+def test_experts_that_turn_out_never_to_run_are_an_error() -> None:
+    model = made_up.Positioned(made_up.NeedsMore).eval()
+    with (
+        attach(model),
+        pytest.raises(RuntimeError, match="layers.0 can't be handled: its router ran"),
+    ):
+        model(made_up.tokens())
+    model(made_up.tokens())
+
+
 def test_a_dense_model_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="Dense has no Mixture-of-Experts layer: it is a dense model"):
+    with pytest.raises(
+        ValueError, match="Dense has no Mixture-of-Experts layer: it is a dense model"
+    ):
         attach(made_up.Dense().eval())
 
 
@@ -228,7 +245,9 @@ def test_the_row_counter_sees_what_an_untouched_model_computes() -> None:
                 with counter:
                     output(model, given)
                 for layer, (ids, _) in choices(model, given).items():
-                    assert torch.equal(counter.rows(layer), torch.bincount(ids.flatten(), minlength=8))
+                    assert torch.equal(
+                        counter.rows(layer), torch.bincount(ids.flatten(), minlength=8)
+                    )
 
 
 def test_a_plain_module_without_config_can_be_attached() -> None:

@@ -91,6 +91,12 @@ _SIZES: dict[str, Any] = {
     "swa_num_key_value_heads": 2,
     "swa_head_dim": 16,
     "out_hidden_size": 32,
+    "chunk_size": 16,
+    "mamba_chunk_size": 16,
+    "mamba_d_state": 8,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 8,
     "vocab_size_per_layer_input": VOCAB,
     "hidden_size_per_layer_input": 8,
     "rel_extent": 32,
@@ -137,7 +143,13 @@ def model_class(name: str) -> type[PreTrainedModel]:
     ]
     if name in _CLASSES:
         return getattr(module, _CLASSES[name])
-    for ending in ("ForCausalLM", "ForConditionalGeneration", "ForTokenClassification", "Model", ""):
+    for ending in (
+        "ForCausalLM",
+        "ForConditionalGeneration",
+        "ForTokenClassification",
+        "Model",
+        "",
+    ):
         for c in classes:
             if c.__name__.endswith(ending) and not c.__name__.endswith("PreTrainedModel"):
                 return c
@@ -171,14 +183,18 @@ def _shrunk(cls: type[PreTrainedConfig], overrides: dict[str, Any]) -> dict[str,
         current = _get(default, key)
         if key in out or key not in fields:
             continue
-        if "moe" in key and key.endswith("intermediate_size") or "shared" in key and key.endswith("_size"):
+        if ("moe" in key and key.endswith("intermediate_size")) or (
+            "shared" in key and key.endswith("_size")
+        ):
             out[key] = [32] * len(current) if isinstance(current, (list, tuple)) else 32
         elif key in ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"):
             out[key] = min(1, current) if isinstance(current, int) else current
         elif key == "n_shared_experts" and current is None:
             out[key] = 1
         elif key == "rope_parameters" and isinstance(current, dict):
-            out[key] = _shrunk_rope(current, out.get("qk_rope_head_dim") or out.get("head_dim") or 8)
+            out[key] = _shrunk_rope(
+                current, out.get("qk_rope_head_dim") or out.get("head_dim") or 8
+            )
         elif key == "pad_token_id":
             out[key] = 0
         elif key.endswith("_token_id") or key.endswith("_token_index"):
@@ -209,7 +225,9 @@ def _shrunk_rope(rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
     if "mrope_section" in rope:
         rope["partial_rotary_factor"] = 1.0
         half, parts = head_dim // 2, len(rope["mrope_section"])
-        rope["mrope_section"] = [half - (parts - 1) * (half // parts)] + [half // parts] * (parts - 1)
+        rope["mrope_section"] = [half - (parts - 1) * (half // parts)] + [half // parts] * (
+            parts - 1
+        )
     return rope
 
 
@@ -228,7 +246,9 @@ def _nested(cls: type[PreTrainedConfig], overrides: dict[str, Any]) -> PreTraine
     except Exception:
         default = None
     for key, part in parts.items():
-        part_cls = type(getattr(default, key, None)) if getattr(default, key, None) is not None else part
+        part_cls = (
+            type(getattr(default, key, None)) if getattr(default, key, None) is not None else part
+        )
         if isinstance(part_cls, type) and issubclass(part_cls, PreTrainedConfig):
             kwargs[key] = _nested(part_cls, overrides.get(key, {}))
     return cls(**kwargs)
@@ -238,18 +258,37 @@ def _nested(cls: type[PreTrainedConfig], overrides: dict[str, Any]) -> PreTraine
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0, "kv_n_heads": 2}},
     "deepseek_ocr2": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
-    "dots3_note": {"num_key_value_heads": 4, "head_dim": 24, "layer_types": ["indexed_attention"] * 3},
+    "dots3_note": {
+        "num_key_value_heads": 4,
+        "head_dim": 24,
+        "layer_types": ["indexed_attention"] * 3,
+    },
     "ernie4_5_vl_moe": {"rope_parameters": {"rope_theta": 1e4, "mrope_section": [1, 1, 2]}},
     "gemma4": {"enable_moe_block": True, "moe_intermediate_size": 32},
     "glm4v_moe": {
-        "text_config": {"rope_parameters": {"rope_theta": 1e4, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}},
-        "vision_config": {"hidden_size": 32, "intermediate_size": 32, "out_hidden_size": 32, "image_size": 28},
+        "text_config": {
+            "rope_parameters": {
+                "rope_theta": 1e4,
+                "mrope_section": [2, 1, 1],
+                "partial_rotary_factor": 1.0,
+            }
+        },
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "out_hidden_size": 32,
+            "image_size": 28,
+        },
     },
     "glm5_next": {"qk_rope_head_dim": 0, "num_key_value_heads": 4},
-    "granitemoehybrid": {"mamba_n_heads": 4, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "granitemoehybrid": {
+        "mamba_n_heads": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "longcat_flash": {"head_dim": 8, "zero_expert_num": 4},
+    "nemotron_h": {"n_groups": 2},
     "mistral4": {"qk_nope_head_dim": 8},
     "nllb_moe": {"encoder_sparse_step": 1, "decoder_sparse_step": 1},
     "qwen4_exp": {
@@ -266,7 +305,9 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreTrainedModel:
+def build(
+    name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
+) -> PreTrainedModel:
     """A tiny random model in eval mode whose routers are skewed."""
     torch.manual_seed(seed)
     config = tiny_config(name, **overrides)
@@ -301,7 +342,10 @@ def inputs_for(model: nn.Module, **kwargs: Any) -> dict[str, torch.Tensor]:
     if getattr(config, "is_encoder_decoder", False):
         given["decoder_input_ids"] = given["input_ids"]
     elif "input_ids" not in inspect.signature(model.forward).parameters:
-        given = {"pixel_values": torch.ones(2, 3, *config.image_size), "dataset_index": torch.tensor([0, 0])}
+        given = {
+            "pixel_values": torch.ones(2, 3, *config.image_size),
+            "dataset_index": torch.tensor([0, 0]),
+        }
     return given
 
 

@@ -27,7 +27,7 @@ factors = st.one_of(
 )
 
 
-def capacities(
+def reported(
     factor: float, tokens: int, k: int, placement: ExpertPlacement, real: int | None = None
 ) -> list[int]:
     """Capacities that `route` reports for so many tokens, `real` of them valid."""
@@ -50,7 +50,7 @@ def test_the_capacity_is_that_of_fractions(
     host = [d for d, n in enumerate(sizes) for _ in range(n)]
     placement = ExpertPlacement.explicit(host, num_devices=len(sizes))
     real = data.draw(st.integers(0, tokens))
-    got = capacities(factor, tokens, k, placement, real)
+    got = reported(factor, tokens, k, placement, real)
     exact = Fraction(str(factor))
     assert got == [capacity_of(exact, real, k, n, len(host)) for n in sizes]
 
@@ -59,7 +59,7 @@ def test_the_capacity_is_that_of_fractions(
 @given(factors, st.integers(0, 2**20))
 def test_the_capacity_of_large_batches_is_that_of_fractions(factor: float, tokens: int) -> None:
     placement = ExpertPlacement.explicit([0, 1, 1], num_devices=3)
-    got = capacities(factor, 2**20, 1, placement, real=tokens)
+    got = reported(factor, 2**20, 1, placement, real=tokens)
     exact = Fraction(str(factor))
     assert got == [capacity_of(exact, tokens, 1, n, 3) for n in (1, 2, 0)]
 

@@ -16,11 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline import Assignment, CapacityPolicy, ExpertPlacement, RoutingInputs, route
+from paceline.routing.stats import LoadAccumulator
 
 READS = (
     "aten._local_scalar_dense", "aten.item", "aten.nonzero", "aten.masked_select", "aten.equal",
     "aten.is_nonzero", "aten._unique2", "aten.unique_consecutive", "aten.unique_dim",
-    "aten.bincount", "aten.histc",
+    "aten.bincount", "aten.histc", "aten.repeat_interleave.Tensor",
 )  # fmt: skip
 
 
@@ -179,3 +180,20 @@ def test_a_second_call_copies_no_table_to_the_device(
         monkeypatch.setattr(torch, maker, None)
     for got, want in zip(call(), first, strict=True):
         assert torch.equal(got, want)
+
+
+def test_counting_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Statistics are read when asked for; until then the device never holds up the host."""
+    policy = CapacityPolicy(capacity_factor=0.75, min_expert_load=0)
+    placement = ExpertPlacement.contiguous(8, 4)
+    loads = LoadAccumulator("a layer", placement, 2, "cpu")
+    inputs = batch(24, 8, 2, 0)
+    loads.add(route(inputs, policy, placement))
+    monkeypatch.setattr(torch, "tensor", None)
+    with SyncCounter() as counter:
+        for _ in range(200):
+            loads.observe(inputs.topk_ids, inputs.valid)
+            loads.observe(inputs.topk_ids)
+        loads.add(route(inputs, policy, placement))
+        loads.reset()
+    assert not counter.seen

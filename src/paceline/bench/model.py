@@ -83,6 +83,9 @@ def random_model(
         for layer in model.model.layers:
             layer.mlp.gate.weight.normal_(std=hidden**-0.5)
             layer.mlp.gate.weight[:, 0] = 0.0
+            # else what all tokens of a random sequence have in common decides alone
+            layer.self_attn.o_proj.weight.mul_(0.1)
+            layer.mlp.experts.down_proj.mul_(0.1)
             layer.self_attn.o_proj.weight[0] = 0.0
             layer.mlp.experts.down_proj[:, 0] = 0.0
         for layer in model.model.layers:

@@ -108,16 +108,16 @@ def bench_layer(
     chosen = parse_policies(policies, shares_batch)
     real = under_torchrun()
     if model is not None:
-        if real:
-            raise ValueError(
-                "a model's own layer runs on emulated devices only: leave out torchrun."
-            )
         assert text_ids is not None
         load, experts = model_workload(model, text_ids, layer, model_name)
-        count = devices or 8
+        count = ranks if real else devices or 8
         placement = ExpertPlacement.contiguous(load.shape.experts, count)
-        loads = _split(load, 1 if shares_batch else count)
-        measured = emulate_layer(loads, experts, placement, chosen, rounds, progress)
+        loads = [load] if shares_batch else _split(load, count)
+        if real:
+            from paceline.engines.transformers.expert_parallel import keep_experts
+
+            keep_experts(experts, placement.experts_of(rank))
+            loads = [loads[0 if shares_batch else rank]]
     else:
         assert shape is not None
         count = ranks if real else devices or shape.devices
@@ -129,23 +129,16 @@ def bench_layer(
             else skewed_workload(shape, tokens, peak_to_mean, placement, seed=source)
             for source in sources
         ]
-        load = loads[0]
-        if real:
-            from paceline.bench.ranks import time_layer
+        experts = build_experts(shape, placement.sizes[rank] if real else shape.experts, seed=rank)
+    load = loads[0]
+    if real:
+        from paceline.bench.ranks import time_layer
 
-            experts = build_experts(shape, placement.sizes[rank], seed=rank)
-            measured = time_layer(
-                load,
-                experts,
-                placement,
-                chosen,
-                rounds,
-                shares_batch=shares_batch,
-                progress=progress,
-            )
-        else:
-            experts = build_experts(shape, shape.experts)
-            measured = emulate_layer(loads, experts, placement, chosen, rounds, progress)
+        measured = time_layer(
+            load, experts, placement, chosen, rounds, shares_batch=shares_batch, progress=progress
+        )
+    else:
+        measured = emulate_layer(loads, experts, placement, chosen, rounds, progress)
     return {
         "kind": "paceline bench layer",
         "version": 1,

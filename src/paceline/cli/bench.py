@@ -78,7 +78,8 @@ def bench_layer_verb(
     _check_folders(out, plot)
     loaded = ids = None
     if model is not None:
-        loaded, ids = _model_and_text(model, text, tokens * (devices or 8))
+        ranks = int(os.environ.get("WORLD_SIZE", 0))
+        loaded, ids = _model_and_text(model, text, tokens * (ranks or devices or 8))
     policies = policy or _LAYER_POLICIES
     with _ticking(rounds * (len(policies) + 1)) as tick:
         results = bench_layer(

@@ -101,10 +101,11 @@ def _waiting(results: Mapping[str, Any], kind: str) -> str:
 def _cap(results: Mapping[str, Any], kind: str) -> str:
     row = _row(results, HEADLINE)
     part = row[kind]
+    worst, change = max(part["perplexity_change"]["by_domain"].items(), key=lambda item: item[1])
     return (
         f"Capping devices at {row['capacity_factor']:g}× the mean on {_WORDS[kind]} drops "
-        f"{percent(part['dropped_share'])} of the assignments, {cost(part['perplexity_change'])}, "
-        f"and {gain(part['emulated'])}."
+        f"{percent(part['dropped_share'])} of the assignments, {cost(part['perplexity_change'])} "
+        f"(most on {worst}: {signed_percent(change)}), and {gain(part['emulated'])}."
     )
 
 

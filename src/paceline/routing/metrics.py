@@ -58,7 +58,7 @@ def descending_key(values: Tensor) -> Tensor:
         int64, of the same shape.
     """
     values = values.float()
-    bits = values.contiguous().view(torch.int32)
+    bits = values.view(torch.int32)
     bits = torch.where(bits == -(1 << 31), 0, bits)  # -0.0; a compiler may drop "+ 0.0"
     ascending = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # two's complement order is the float order
     key = 0x7FFFFFFF - ascending.long()

@@ -166,8 +166,9 @@ class LoadAccumulator:
     def _count(self, pending: list[tuple[Tensor, Tensor | None]]) -> None:
         """Count some forwards, all in one pass of [forwards, experts] tables."""
         experts = self.placement.num_experts
-        rows = torch.tensor([len(ids) for ids, _ in pending], device=self._device)
-        forward = torch.repeat_interleave(torch.arange(len(pending), device=self._device), rows)
+        forward = torch.cat(  # of each row; made on the device, so that nothing waits for it
+            [torch.full((len(ids),), i, device=self._device) for i, (ids, _) in enumerate(pending)]
+        )
         ids = torch.cat([ids.to(self._device, torch.int64) for ids, _ in pending])
         valid = torch.cat(
             [
@@ -180,7 +181,8 @@ class LoadAccumulator:
         counted = (ids >= 0) & (ids < experts) & valid.unsqueeze(1)
         loads = count_experts(ids + forward.unsqueeze(1) * experts, counted, len(pending) * experts)
         loads = loads.view(len(pending), experts)
-        tokens = torch.zeros_like(rows).scatter_add(0, forward, valid.long())
+        tokens = torch.zeros(len(pending), dtype=torch.int64, device=self._device)
+        tokens = tokens.scatter_add(0, forward, valid.long())
         counts = torch.zeros_like(self._counts)
         counts[_COUNTS.index("forwards")] = len(pending)
         counts[_COUNTS.index("tokens")] = tokens.sum()

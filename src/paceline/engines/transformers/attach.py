@@ -9,12 +9,17 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from paceline.engines.transformers.config import load_policy
+from paceline.engines.transformers.checks import (
+    as_policy,
+    check_layer,
+    check_modalities,
+    check_model,
+    placement_of,
+)
 from paceline.engines.transformers.context import (
     ForwardContext,
     TokenSource,
     forward_models,
-    modality_tokens,
     named_arguments,
     parameter_names,
 )
@@ -22,7 +27,6 @@ from paceline.engines.transformers.discovery import find_sites, observe, spread_
 from paceline.engines.transformers.layer import AttachedLayer
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
-from paceline.routing.route import check_binding
 from paceline.routing.stats import LayerStats
 
 
@@ -62,14 +66,17 @@ class Running:
         policy: in force.
         routes: whether the policy can drop anything, or count what would be dropped.
         context: of the running forward, None outside one.
-        step: number of the forward, from 0.
+        step: number of the forward, from 0, counted while keep="random" asks for it; a tensor, so that
+            a compiled model isn't compiled anew for every forward.
+        unproven: layers of which it isn't known yet that their experts are reached.
     """
 
     def __init__(self, token_source: TokenSource) -> None:
         self.policy = CapacityPolicy()
         self.routes = False
         self.context: ForwardContext | None = None
-        self.step = -1
+        self.step = torch.tensor(-1)
+        self.unproven: list[AttachedLayer] = []
         self._owner: nn.Module | None = None
         self.token_source = token_source
 
@@ -85,11 +92,13 @@ class Running:
                     named_arguments(names, args, kwargs), config, self.token_source
                 )
                 if self.policy.keep == "random":
-                    self.step += 1
+                    self.step.add_(1)
 
         def after(m: nn.Module, args: Any, out: Any) -> None:
             if self._owner is m:
                 self._owner = self.context = None
+                for layer in self.unproven:
+                    layer.check_ran()
 
         return [
             module.register_forward_pre_hook(before, with_kwargs=True),
@@ -100,7 +109,9 @@ class Running:
 class Pace:
     """A policy attached to a model. Use it as a context manager, or `detach` it."""
 
-    def __init__(self, layers: list[AttachedLayer], running: Running, hooks: list[Any], model: nn.Module):
+    def __init__(
+        self, layers: list[AttachedLayer], running: Running, hooks: list[Any], model: nn.Module
+    ):
         self._layers, self._running, self._hooks, self._model = layers, running, hooks, model
         self._attached = True
 
@@ -120,10 +131,10 @@ class Pace:
     def _set_policy(self, policy: CapacityPolicy | str | None) -> None:
         if not self._attached:
             raise ValueError("the policy can't be set: it is detached from its model.")
-        policy = self._layers[0].applicable(_as_policy(policy, self._model))
+        policy = self._layers[0].applicable(as_policy(policy, self._model))
         for layer in self._layers:
-            _check_layer(layer, policy, self._running.token_source)
-        _check_modalities(policy, self._model)
+            check_layer(layer, policy, self._running.token_source)
+        check_modalities(policy, self._model)
         for layer in self._layers:
             layer.watch_router(policy.caps and layer.scoring.rule is not None)
         self._running.policy, self._running.routes = policy, policy.caps
@@ -170,7 +181,10 @@ class Pace:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.detach()
 
@@ -202,10 +216,10 @@ def attach(
         ValueError: if the model is dense, in training mode, compiled or already attached, or a layer
             can't be handled or can't follow the policy; the model is untouched then.
     """
-    _check_model(model)
+    check_model(model)
     if isinstance(token_source, str) and token_source != "sequence":
         raise ValueError(
-            f"token_source={token_source!r} is not allowed: it is None, \"sequence\", a tensor or a function."
+            f'token_source={token_source!r} is not allowed: it is None, "sequence", a tensor or a function.'
         )
     running = Running(token_source)
     sites = find_sites(model)
@@ -216,11 +230,12 @@ def attach(
     else:
         layers = [AttachedLayer(site, observe(site), i, running) for i, site in enumerate(sites)]
     for layer in layers:
-        layer.set_placement(_placement(layer, placement))
+        layer.set_placement(placement_of(layer, placement))
     hooks: list[Any] = []
     pace = Pace(layers, running, hooks, model)
     try:
         pace._set_policy(policy)
+        running.unproven = [layer for layer in layers if layer.unproven]
         for layer in layers:
             layer.install()
         for module in forward_models(model, [site.block for site in sites]):
@@ -236,87 +251,3 @@ def _remove(layers: list[AttachedLayer], hooks: list[Any]) -> None:
         hook.remove()
     for layer in layers:
         layer.remove()
-
-
-def _check_model(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}: allowed is a torch module.")
-    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule) or any(
-        m._compiled_call_impl is not None for m in model.modules()
-    ):
-        raise ValueError(
-            f"{type(model).__name__} is already compiled: attach first, then compile."
-        )
-    if model.training:
-        raise ValueError(f"{type(model).__name__} is in training mode: call eval() first.")
-    for name, module in model.named_modules():
-        forward = module.__dict__.get("forward")
-        if isinstance(getattr(forward, "__self__", None), AttachedLayer):
-            raise ValueError(
-                f"{type(model).__name__} is already attached (layer {name}): detach it first."
-            )
-
-
-def _as_policy(policy: CapacityPolicy | str | None, model: nn.Module) -> CapacityPolicy:
-    if policy is None:
-        return CapacityPolicy(mode="observe")
-    if policy == "config":
-        kept = load_policy(model)
-        if kept is None:
-            raise ValueError('policy="config": the model\'s config has no capacity_policy.')
-        return kept
-    if isinstance(policy, str):
-        return CapacityPolicy.parse(policy)
-    if not isinstance(policy, CapacityPolicy):
-        raise ValueError(f"policy is a {type(policy).__name__}: allowed is a CapacityPolicy or its short form.")
-    return policy
-
-
-def _placement(layer: AttachedLayer, placement: ExpertPlacement | int | None) -> ExpertPlacement | None:
-    if placement is None:
-        return None
-    if isinstance(placement, int):
-        return ExpertPlacement.contiguous(layer.num_experts, placement)
-    if placement.num_experts != layer.num_experts:
-        raise ValueError(
-            f"placement has {placement.num_experts} experts, layer {layer.name} has {layer.num_experts}: "
-            "allowed is the same number, or a number of devices."
-        )
-    return placement
-
-
-def _check_layer(layer: AttachedLayer, policy: CapacityPolicy, token_source: TokenSource) -> None:
-    """Refuse what this layer can't do, before anything changes."""
-    if not policy.caps:
-        return
-    placement = layer.placement or ExpertPlacement.per_expert(layer.num_experts)
-    check_binding(policy, placement, layer.k)
-    if policy.keep == "score" and layer.scoring.rule is None:
-        raise ValueError(
-            f'keep="score" is not possible for layer {layer.name}: {layer.scoring.reason}; allowed is '
-            'keep="weight", "first", "last" or "random".'
-        )
-    if policy.expand is not None and not layer.scoring.expands:
-        raise ValueError(
-            f"expand={policy.expand!r} is not possible for layer {layer.name}: {layer.scoring.reason}."
-        )
-    for field, wanted in (("pool", "source"), ("expand", "own_device")):
-        if getattr(policy, field) == wanted and token_source is None:
-            raise ValueError(
-                f'{field}="{wanted}" needs token_source, the device on which each token lives: allowed is '
-                '"sequence", a tensor or a function.'
-            )
-
-
-def _check_modalities(policy: CapacityPolicy, model: nn.Module) -> None:
-    """A modality that the model can't tell apart is no priority."""
-    if not policy.drop_first:
-        return
-    by_type = any("token_type_ids" in name for name in parameter_names(model))
-    known = {*modality_tokens(getattr(model, "config", None)), *(("image", "video", "audio") if by_type else ())}
-    unknown = [m for m in policy.drop_first if m not in known and (m != "text" or not known)]
-    if unknown:
-        allowed = ", ".join(sorted({*known, "text"})) if known else "nothing: it reads text alone"
-        raise ValueError(f"drop_first={policy.drop_first} names {unknown[0]}: this model knows {allowed}.")
-
-

@@ -37,7 +37,9 @@ def load_policy(model: nn.Module) -> CapacityPolicy | None:
         return None
     if not isinstance(kept, dict) or kept.get("version") != _VERSION:
         version = kept.get("version") if isinstance(kept, dict) else kept
-        raise ValueError(f"{CONFIG_KEY} of version {version!r} in the config: allowed is {_VERSION}.")
+        raise ValueError(
+            f"{CONFIG_KEY} of version {version!r} in the config: allowed is {_VERSION}."
+        )
     return CapacityPolicy.from_json(json.dumps({k: v for k, v in kept.items() if k != "version"}))
 
 

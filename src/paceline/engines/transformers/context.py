@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from paceline.engines.transformers.discovery import argument_names
+from paceline.engines.transformers.forwards import argument_names
 
-TokenSource: TypeAlias = Literal["sequence"] | Callable[[int, int, torch.device], Tensor] | Tensor | None
+TokenSource: TypeAlias = (
+    Literal["sequence"] | Callable[[int, int, torch.device], Tensor] | Tensor | None
+)
+_T = TypeVar("_T")
 _CACHES = ("cache", "past_key_values", "cache_params")
 _TOKEN_TYPES = ("mm_token_type_ids", "moe_mm_token_type_ids")
 _MODALITY_OF_TYPE = {"image": 1, "video": 2, "audio": 3}
 """Values of Transformers' mm_token_type_ids; 0 is text."""
 
 
-def _once(method: Callable[[ForwardContext], Any]) -> Any:
+def _once(method: Callable[[ForwardContext], _T]) -> _T:
     """A property computed when first asked for (functools.cached_property locks, which breaks graphs)."""
     name = method.__name__
 
@@ -31,7 +34,8 @@ def _once(method: Callable[[ForwardContext], Any]) -> Any:
             self._known[name] = method(self)
         return self._known[name]
 
-    return property(value, doc=method.__doc__)
+    # what a type checker sees is the value, as with any property
+    return cast(_T, property(value, doc=method.__doc__))
 
 
 class ForwardContext:
@@ -52,9 +56,10 @@ class ForwardContext:
             tokens = arguments.get("inputs_embeds")
         if not isinstance(tokens, Tensor):
             tokens = arguments.get("hidden_states")
-        known = isinstance(tokens, Tensor) and tokens.dim() >= 2
-        self.shape: tuple[int, int] | None = (tokens.shape[0], tokens.shape[1]) if known else None
-        self.device = tokens.device if known else torch.device("cpu")
+        self.shape: tuple[int, int] | None = None
+        self.device = torch.device("cpu")
+        if isinstance(tokens, Tensor) and tokens.dim() >= 2:
+            self.shape, self.device = (tokens.shape[0], tokens.shape[1]), tokens.device
 
     @property
     def rows(self) -> int | None:
@@ -131,7 +136,11 @@ class ForwardContext:
         for name in _TOKEN_TYPES:
             kinds = self._arguments.get(name)
             # a prompt's types that decode steps still carry say nothing of the new token
-            if isinstance(kinds, Tensor) and kinds.dim() == 2 and kinds.shape[1] in (length, so_far):
+            if (
+                isinstance(kinds, Tensor)
+                and kinds.dim() == 2
+                and kinds.shape[1] in (length, so_far)
+            ):
                 kinds = kinds[:, -length:].reshape(-1)
                 return {m: kinds == value for m, value in _MODALITY_OF_TYPE.items()}
         ids = self._arguments.get("input_ids")
@@ -220,7 +229,9 @@ def _takes_tokens(module: nn.Module) -> bool:
     return "input_ids" in parameters or "inputs_embeds" in parameters
 
 
-def named_arguments(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def named_arguments(
+    names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
     """A call's arguments by name."""
     return {**dict(zip(names, args, strict=False)), **kwargs} if args else kwargs
 

@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from paceline.engines.transformers.forwards import (
+    argument_names,
+    bind,
+    replaced_forward,
+    undisturbed,
+)
 
 PROBE_ROWS = 64
 _ROUTER_NAMES = ("gate", "router")
@@ -118,7 +122,9 @@ def _refuse_leftovers(model: nn.Module, sites: list[Site]) -> None:
             f"{type(model).__name__} can't be handled: its config names {count} experts, but no layer "
             "has experts called as experts(hidden_states, top_k_index, top_k_weights)."
         )
-    raise ValueError(f"{type(model).__name__} has no Mixture-of-Experts layer: it is a dense model.")
+    raise ValueError(
+        f"{type(model).__name__} has no Mixture-of-Experts layer: it is a dense model."
+    )
 
 
 def _configured_experts(config: Any) -> int:
@@ -137,7 +143,7 @@ def observe(site: Site, seed: int = 0) -> Sighting:
         ValueError: naming the layer and why it doesn't follow the seam.
     """
     reason = "its forward couldn't be run on random rows"
-    with torch.no_grad(), undisturbed(site):
+    with torch.no_grad(), undisturbed(site.block):
         sizes = _hidden_sizes(site)
         for run in (_run_block, _run_router):
             for size in sizes:
@@ -151,7 +157,9 @@ def observe(site: Site, seed: int = 0) -> Sighting:
                     continue
                 if run is _run_block and sighting.logits is not None:
                     spread = float(sighting.logits.float().std())
-                    if 0 < spread < 0.5 or spread > 4:  # tell scoring rules apart, without saturating
+                    if (
+                        0 < spread < 0.5 or spread > 4
+                    ):  # tell scoring rules apart, without saturating
                         sighting = run(site, rows * (2 / spread))
                 return sighting
     raise ValueError(f"layer {site.name} ({type(site.block).__name__}) can't be handled: {reason}.")
@@ -196,7 +204,9 @@ def _run_block(site: Site, rows: Tensor) -> Sighting:
     hidden, ids, weights = calls[0]
     _check_choice(ids, weights)
     if ids.shape[0] * hidden.shape[-1] != hidden.numel():
-        raise _NotTheSeam(f"{ids.shape[0]} rows of choices don't match hidden states {list(hidden.shape)}")
+        raise _NotTheSeam(
+            f"{ids.shape[0]} rows of choices don't match hidden states {list(hidden.shape)}"
+        )
     if not seen:
         raise _NotTheSeam("its forward doesn't call its router")
     router_input, out = seen[-1]
@@ -214,10 +224,14 @@ def _run_router(site: Site, rows: Tensor) -> Sighting:
             if shaped is rows:
                 raise
     tensors = out if isinstance(out, (tuple, list)) else (out,)
-    ids = [t for t in tensors if isinstance(t, Tensor) and not t.is_floating_point() and t.dim() == 2]
+    ids = [
+        t for t in tensors if isinstance(t, Tensor) and not t.is_floating_point() and t.dim() == 2
+    ]
     if len(ids) != 1:
         raise _NotTheSeam("its router doesn't return the chosen experts")
-    weights = [t for t in tensors if isinstance(t, Tensor) and t is not ids[0] and t.shape == ids[0].shape]
+    weights = [
+        t for t in tensors if isinstance(t, Tensor) and t is not ids[0] and t.shape == ids[0].shape
+    ]
     if len(weights) != 1:
         raise _NotTheSeam("its router doesn't return the weights of the chosen experts")
     _check_choice(ids[0], weights[0])
@@ -234,7 +248,9 @@ def _check_choice(ids: Any, weights: Any) -> None:
         )
     ordered = ids.sort(1).values
     if ids.shape[1] > 1 and bool((ordered[:, 1:] == ordered[:, :-1]).any(1).all()):
-        raise _NotTheSeam("its experts are given the same expert twice in every row, so no choice of experts")
+        raise _NotTheSeam(
+            "its experts are given the same expert twice in every row, so no choice of experts"
+        )
     if weights.shape != ids.shape or not weights.is_floating_point():
         raise _NotTheSeam(
             f"its experts are given weights of shape {list(weights.shape)} for choices of shape "
@@ -286,59 +302,6 @@ def count_experts(site: Site, sighting: Sighting) -> int:
     return count
 
 
-# -- running a layer without leaving a trace --------------------------------------------------------
-
-
-def argument_names(forward: Callable[..., Any]) -> list[str]:
-    """Names of a forward's parameters, in order."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in inspect.signature(forward).parameters.values() if p.kind in kinds]
-
-
-def bind(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """All arguments in order, those given by name included."""
-    return (*args, *(kwargs[n] for n in names[len(args) :] if n in kwargs)) if kwargs else args
-
-
-@contextmanager
-def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Give one module instance another forward for a while."""
-    missing = object()
-    former = module.__dict__.get("forward", missing)
-    module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        if former is missing:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = former
-
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-
-
-@contextmanager
-def undisturbed(site: Site) -> Iterator[None]:
-    """No hook fires inside; random state, attributes and buffers are put back afterwards."""
-    modules = list(site.block.modules())
-    attributes = [(m, dict(m.__dict__)) for m in modules]  # a router may note the dtype it saw
-    buffers = [(b, b.clone()) for m in (site.block, site.router) for b in m.buffers() if not b.is_meta]
-    devices = [site.device] if site.device.type not in ("cpu", "meta") else []
-    with torch.random.fork_rng(devices=devices, device_type=site.device.type if devices else "cuda"):
-        for m in modules:
-            m.__dict__.update({name: OrderedDict() for name in _HOOKS})
-        try:
-            yield
-        finally:
-            for m, former in attributes:
-                m.__dict__.clear()
-                m.__dict__.update(former)
-            for buffer, content in buffers:
-                if not torch.equal(buffer, content):
-                    buffer.copy_(content)
-
-
 def _hidden_sizes(site: Site) -> list[int]:
     """What the hidden size may be, likeliest first."""
     sizes = [p.shape[-1] for p in site.router.parameters() if p.dim() == 2]
@@ -350,7 +313,9 @@ def _hidden_sizes(site: Site) -> list[int]:
 
 def _random_rows(site: Site, size: int, seed: int) -> Tensor:
     """[1, rows, size] in the dtype that the block computes in."""
-    floats = [p.dtype for p in site.block.parameters() if p.is_floating_point() and p.element_size() > 1]
+    floats = [
+        p.dtype for p in site.block.parameters() if p.is_floating_point() and p.element_size() > 1
+    ]
     low = [d for d in floats if d in (torch.bfloat16, torch.float16)]
     dtype = low[0] if low else floats[0] if floats else torch.float32
     rng = torch.Generator().manual_seed(seed)

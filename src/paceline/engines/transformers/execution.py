@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.generic import GeneralInterface
 
-from paceline.engines.transformers.discovery import Sighting, Site, undisturbed
+from paceline.engines.transformers.discovery import Sighting, Site
+from paceline.engines.transformers.forwards import undisturbed
 
 _WITH_SENTINEL = ("grouped_mm", "deepgemm", "sonicmoe")
 """Implementations that skip sentinels while `_is_expert_parallel` is set."""
@@ -29,15 +30,17 @@ class Execution:
     """
 
     def __init__(self, site: Site, sighting: Sighting, num_experts: int) -> None:
-        experts = site.experts
+        experts: Any = site.experts
         self._experts, self._num_experts = experts, num_experts
         self.wide_ids = bool((sighting.ids >= num_experts).any())
         self._interface = _interface(experts)
         self._replaced = "forward" in experts.__dict__  # by somebody else, who must be heard
         eager: Callable[..., Tensor] = experts.forward
         if self._interface is not None and not self._replaced:
-            eager = partial(type(experts).forward.__wrapped__, experts)  # type: ignore[attr-defined]
-        self._eager_skips = not self.wide_ids and _skips_sentinel(site, eager, sighting, num_experts)
+            eager = partial(type(experts).forward.__wrapped__, experts)
+        self._eager_skips = not self.wide_ids and _skips_sentinel(
+            site, eager, sighting, num_experts
+        )
         if not self.wide_ids and not self._eager_skips:
             _check_one_slot(site, sighting)
 
@@ -94,7 +97,9 @@ def _compacted(
     pairs = pairs.reshape(rows.shape[0], -1)
     low = pairs.dtype in (torch.bfloat16, torch.float16)
     total = torch.zeros(
-        (flat.shape[0], pairs.shape[1]), dtype=torch.float32 if low else pairs.dtype, device=pairs.device
+        (flat.shape[0], pairs.shape[1]),
+        dtype=torch.float32 if low else pairs.dtype,
+        device=pairs.device,
     )
     total = total.index_add(0, rows, pairs.to(total.dtype)).to(pairs.dtype)
     return total.view(*hidden.shape[:-1], pairs.shape[1])
@@ -118,7 +123,7 @@ def _check_one_slot(site: Site, sighting: Sighting) -> None:
     """
     ids = sighting.ids[:2, :1]
     try:
-        with torch.no_grad(), undisturbed(site):
+        with torch.no_grad(), undisturbed(site.block):
             out = site.experts.forward(sighting.hidden[:2], ids, sighting.weights[:2, :1])
         fits = isinstance(out, Tensor) and out.numel() == 2 * out.shape[-1]
     except Exception:
@@ -146,7 +151,7 @@ def _skips_sentinel(
     weights = torch.full((2, 2), torch.nan, dtype=unit.dtype)
     weights[0, 0] = 1
     try:
-        with torch.no_grad(), undisturbed(site):
+        with torch.no_grad(), undisturbed(site.block):
             want, got = eager(hidden, one, unit), eager(hidden, ids, weights)
     except Exception:
         return False

@@ -13,7 +13,7 @@ every rank and call `place_experts`. For inference: gradients don't cross ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -221,17 +221,22 @@ def place_experts(
     sites = find_sites(model)
     for site in sites:
         _check_stacked(site.name, site.experts, placement)
-    own = list(placement.experts_of(link.rank))
     for site in sites:
-        experts: Any = site.experts
-        with torch.no_grad():
-            for name, weight in list(experts.named_parameters(recurse=False)):
-                kept = weight[torch.tensor(own, dtype=torch.int64, device=weight.device)].clone()
-                experts._parameters[name] = nn.Parameter(kept, requires_grad=False)
-        experts.num_experts, experts._is_expert_parallel = len(own), True
-        parallel = ExpertParallel(experts.forward, placement, link, batch == "shared", site.name)
-        experts.__dict__[EXPERT_PARALLEL] = parallel
-        experts.__dict__["forward"] = _forward_of(parallel)
+        keep_experts(site.experts, placement.experts_of(link.rank))
+        local: Any = site.experts
+        parallel = ExpertParallel(local.forward, placement, link, batch == "shared", site.name)
+        local.__dict__[EXPERT_PARALLEL] = parallel
+        local.__dict__["forward"] = _forward_of(parallel)
+
+
+def keep_experts(experts: nn.Module, own: Sequence[int]) -> None:
+    """Forget all of a module's stacked experts but these, which get the ids 0, 1, ... in order."""
+    module: Any = experts
+    with torch.no_grad():
+        for name, weight in list(experts.named_parameters(recurse=False)):
+            index = torch.tensor(list(own), dtype=torch.int64, device=weight.device)
+            module._parameters[name] = nn.Parameter(weight[index], requires_grad=False)
+    module.num_experts, module._is_expert_parallel = len(own), True
 
 
 def _forward_of(parallel: ExpertParallel) -> Callable[..., Tensor]:

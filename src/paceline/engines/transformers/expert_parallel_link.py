@@ -66,8 +66,6 @@ class Link:
         if timeout is None:
             timeout = float(os.environ.get(TIMEOUT_VARIABLE, _DEFAULT_TIMEOUT))
         self.timeout = timeout
-        # NCCL's wait would block the host; its watchdog bounds the time instead
-        self._bounded = "gloo" in str(dist.get_backend(self.group))
 
     def all_to_all(self, rows: Tensor, sent: list[int], received: list[int], where: str) -> Tensor:
         """Rows to every rank and from every rank, in rank order.
@@ -83,17 +81,16 @@ class Link:
         """
         out = rows.new_empty((sum(received), *rows.shape[1:]))
         with self._named(f"the all-to-all of {where}"):
-            self._wait(
-                dist.all_to_all_single(
-                    out, rows.contiguous(), received, sent, group=self.group, async_op=True
-                )
+            work = dist.all_to_all_single(
+                out, rows.contiguous(), received, sent, group=self.group, async_op=True
             )
+            self._wait(work, out)
         return out
 
     def all_reduce(self, tensor: Tensor, where: str) -> None:
         """Sum over the ranks, in place."""
         with self._named(f"the all-reduce of {where}"):
-            self._wait(dist.all_reduce(tensor, group=self.group, async_op=True))
+            self._wait(dist.all_reduce(tensor, group=self.group, async_op=True), tensor)
 
     def all_gather(self, rows: Tensor, where: str) -> tuple[Tensor, list[int]]:
         """The rows of all ranks in rank order, and how many each has; ranks may differ in these.
@@ -105,13 +102,15 @@ class Link:
         count = torch.tensor([rows.shape[0]], device=rows.device)
         counts = [torch.empty_like(count) for _ in range(self.size)]
         with self._named(f"the all-gather of {where}"):
-            self._wait(dist.all_gather(counts, count, group=self.group, async_op=True))
+            work = dist.all_gather(counts, count, group=self.group, async_op=True)
+            self._wait(work, count)
             sizes = torch.cat(counts).tolist()
             padded = rows.new_zeros((max(sizes), *rows.shape[1:]))
             padded[: rows.shape[0]] = rows
             parts = [torch.empty_like(padded) for _ in range(self.size)]
             if max(sizes):
-                self._wait(dist.all_gather(parts, padded, group=self.group, async_op=True))
+                work = dist.all_gather(parts, padded, group=self.group, async_op=True)
+                self._wait(work, padded)
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]), sizes
 
     def agree(self, name: str, value: Any) -> None:
@@ -132,13 +131,14 @@ class Link:
 
     @property
     def _device(self) -> torch.device:
-        return torch.device("cpu" if self._bounded else torch.cuda.current_device())
+        on_cpu = "gloo" in str(dist.get_backend(self.group))
+        return torch.device("cpu" if on_cpu else torch.cuda.current_device())
 
-    def _wait(self, work: Any) -> None:
-        if self._bounded:
-            work.wait(timedelta(seconds=self.timeout))
+    def _wait(self, work: Any, tensor: Tensor) -> None:
+        if tensor.is_cuda:
+            work.wait()  # with a time-out it would block the host; NCCL's watchdog bounds the time
         else:
-            work.wait()
+            work.wait(timedelta(seconds=self.timeout))
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:

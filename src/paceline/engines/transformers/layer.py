@@ -8,14 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from paceline.engines.transformers.discovery import (
-    Sighting,
-    Site,
-    argument_names,
-    bind,
-    count_experts,
-)
+from paceline.engines.transformers.discovery import Sighting, Site, count_experts
 from paceline.engines.transformers.execution import Execution
+from paceline.engines.transformers.forwards import argument_names, bind
 from paceline.engines.transformers.scores import Scoring, find_scoring
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
@@ -54,7 +49,10 @@ class AttachedLayer:
         self._former = site.experts.__dict__.get("forward", _MISSING)
         self._original: Callable[..., Tensor] = site.experts.forward
         self._router_call: tuple[Tensor, Any] | None = None
+        self._attached = True
         self._hook: Any = None
+        # where only the router could be tried, that the block calls its experts is seen later
+        self.unproven = not sighting.ran_block
         self.set_placement(None)
 
     def set_placement(self, placement: ExpertPlacement | None) -> None:
@@ -75,6 +73,7 @@ class AttachedLayer:
 
     def remove(self) -> None:
         """Put everything back as it was."""
+        self._attached = False
         self.watch_router(False)
         if self._former is _MISSING:
             self.site.experts.__dict__.pop("forward", None)
@@ -83,6 +82,7 @@ class AttachedLayer:
 
     def watch_router(self, wanted: bool) -> None:
         """Keep what the router says, while a policy needs scores."""
+        wanted = wanted or (self.unproven and self._attached)
         if not wanted and self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -100,6 +100,7 @@ class AttachedLayer:
         """The experts' forward: `(hidden_states, top_k_index, top_k_weights)`, by name or not."""
         hidden, ids, weights = bind(self._names, args, kwargs)
         running = self._running
+        self.unproven = False
         if not running.routes or self._idle(ids):
             self.loads.observe(ids, self._valid(ids.shape[0]))
             return self._original(hidden, ids, weights)
@@ -109,10 +110,24 @@ class AttachedLayer:
             return self._original(hidden, ids, weights)
         return self._compute(hidden, ids, weights, assignment)
 
+    def check_ran(self) -> None:
+        """After a forward: a router that chose experts nobody ran here means a layer out of reach.
+
+        Raises:
+            RuntimeError: naming the layer.
+        """
+        if self.unproven and self._router_call is not None:
+            raise RuntimeError(
+                f"layer {self.name} can't be handled: its router ran, but not its experts' forward (is it "
+                "replaced by a kernel?); detach to go on without it."
+            )
+
     def _route(self, inputs: RoutingInputs) -> Assignment:
         return route(inputs, self._running.policy, self.placement)
 
-    def _compute(self, hidden: Tensor, ids: Tensor, weights: Tensor, assignment: Assignment) -> Tensor:
+    def _compute(
+        self, hidden: Tensor, ids: Tensor, weights: Tensor, assignment: Assignment
+    ) -> Tensor:
         """The experts on what was kept."""
         kept_ids, kept_weights = assignment.topk_ids, assignment.topk_weights
         if self._execution.wide_ids:
@@ -140,7 +155,8 @@ class AttachedLayer:
             return None
         if context.rows == rows:
             return context.valid
-        return None if context.valid is None else self._rows(context.valid, rows)
+        valid: Tensor | None = context.valid
+        return None if valid is None else self._rows(valid, rows)
 
     def _inputs(self, ids: Tensor, weights: Tensor) -> RoutingInputs:
         running, rows = self._running, ids.shape[0]
@@ -166,7 +182,11 @@ class AttachedLayer:
                 source = self._rows(context.source(devices), rows)
             if policy.pool == "request":
                 request = self._rows(context.request, rows)
-            modality = {m: self._rows(t, rows) for m, t in context.modality.items()} if policy.drop_first else {}
+            modality = (
+                {m: self._rows(t, rows) for m, t in context.modality.items()}
+                if policy.drop_first
+                else {}
+            )
             position = self._rows(context.position, rows) if policy.protect_first else None
             priority = token_priorities(policy, modality, position)
             if policy.phase == "prefill" and context.is_decode:
@@ -182,7 +202,7 @@ class AttachedLayer:
             token_decode=decode,
             num_experts=self.num_experts,
             layer=self.index,
-            step=running.step,
+            step=running.step.to(ids.device) if policy.keep == "random" else 0,
         )
 
     def _rows(self, per_token: Tensor | None, rows: int) -> Any:
@@ -204,8 +224,6 @@ class AttachedLayer:
             f"layer {self.name} sees {rows} rows of a batch of {list(context.shape or ())} tokens, and "
             "which tokens they are is unknown: allowed is a batch without padding, or no policy."
         )
-
-
 
 
 def _widened(given: Tensor, like: Tensor) -> Tensor:

@@ -61,7 +61,9 @@ class Scoring:
         else:
             found = find_logits(router_output, ids)
             if found is None:
-                raise RuntimeError("the router returned no logits for the rows its experts were given.")
+                raise RuntimeError(
+                    "the router returned no logits for the rows its experts were given."
+                )
             logits = found.float()
         return RULES[self.rule](logits)[:, : self.num_experts]
 
@@ -74,14 +76,17 @@ def find_scoring(site: Site, sighting: Sighting, num_experts: int) -> Scoring:
         return Scoring(None, False, "its router returns no logits", num_experts)
     if float(sighting.logits.float().std(1).max()) == 0:
         return Scoring(None, False, "its router gives all experts the same logit", num_experts)
-    error, rule = _best_rule(sighting, num_experts)
+    rule = _best_rule(sighting, num_experts)
     if rule is not None and k == 1 and _constant(sighting.weights):
         # One expert with weight 1 is proportional to anything: look at two of them.
         second = _with_two(site)
-        error, rule = (torch.inf, None) if second is None else _best_rule(second, num_experts)
+        rule = None if second is None else _best_rule(second, num_experts)
         if rule is None:
             return Scoring(
-                None, False, "one expert a token, always weighted alike, hides the scoring rule", num_experts
+                None,
+                False,
+                "one expert a token, always weighted alike, hides the scoring rule",
+                num_experts,
             )
     gate = _gate(site, sighting)
     if rule is not None:
@@ -89,10 +94,17 @@ def find_scoring(site: Site, sighting: Sighting, num_experts: int) -> Scoring:
     rule = _rule_with_expert_scale(sighting, num_experts)
     if rule is not None:
         return Scoring(
-            rule, False, "its weights carry a factor of each expert, so an extra's is unknown", num_experts, gate
+            rule,
+            False,
+            "its weights carry a factor of each expert, so an extra's is unknown",
+            num_experts,
+            gate,
         )
     return Scoring(
-        None, False, "its weights are proportional to no known scoring function of its logits", num_experts
+        None,
+        False,
+        "its weights are proportional to no known scoring function of its logits",
+        num_experts,
     )
 
 
@@ -100,12 +112,11 @@ def _tolerance(weights: Tensor) -> float:
     return 1e-4 if weights.dtype in (torch.float32, torch.float64) else 2e-2
 
 
-def _best_rule(sighting: Sighting, num_experts: int) -> tuple[float, str | None]:
+def _best_rule(sighting: Sighting, num_experts: int) -> str | None:
     """The rule whose scores are most nearly proportional to the weights, if any is."""
     errors = {name: _disproportion(sighting, rule, num_experts) for name, rule in RULES.items()}
     best = min(errors, key=errors.__getitem__)
-    fits = errors[best] < _tolerance(sighting.weights)
-    return errors[best], best if fits else None
+    return best if errors[best] < _tolerance(sighting.weights) else None
 
 
 def _chosen(
@@ -162,16 +173,17 @@ def _constant(weights: Tensor) -> bool:
 
 def _with_two(site: Site) -> Sighting | None:
     """The same layer, choosing two experts a token, if its router can be told to."""
-    if getattr(site.router, "top_k", None) != 1:
+    router: Any = site.router
+    if getattr(router, "top_k", None) != 1:
         return None
-    site.router.top_k = 2
+    router.top_k = 2
     try:
         sighting = observe(site)
         return sighting if sighting.ids.shape[1] == 2 else None
     except ValueError:
         return None
     finally:
-        site.router.top_k = 1
+        router.top_k = 1
 
 
 def _gate(site: Site, sighting: Sighting) -> tuple[Tensor, Tensor | None] | None:
