@@ -187,6 +187,7 @@ class CapacityPolicy(BaseModel):
                 f"the top-k, so expand needs keep to be one of {', '.join(KEEPS)}."
             )
         assert self.factor is None or self.fill_factor <= self.factor  # derived once, here
+        assert self.json_form
         return self
 
     # -- derived ------------------------------------------------------------------------------
@@ -268,6 +269,11 @@ class CapacityPolicy(BaseModel):
 
     def to_json(self) -> str:
         """All fields as a JSON object; `from_json` reads it back."""
+        return self.json_form
+
+    @cached_property
+    def json_form(self) -> str:
+        """`to_json`'s text, at hand where a compiler looks on."""
         return self.model_dump_json()
 
     @classmethod

@@ -210,6 +210,22 @@ def architectures() -> None:
         compare_shared(name, model, PLACEMENTS["uneven"], f"{name} shared", POLICIES[:1])
 
 
+def untouched() -> None:
+    """Without a policy it is Transformers' own result to the bit, attached or not."""
+    for layout in LAYOUTS:
+        model = spread("mixtral", layout)
+        stock = AutoModelForCausalLM.from_pretrained(
+            FOLDER / "mixtral", distributed_config=DistributedConfig(**LAYOUTS[layout])
+        ).eval()
+        batch = batches()[rank() if layout == "own" else 0]
+        want = logits(stock, batch)
+        assert torch.equal(logits(model, batch), want), layout
+        with attach(model):
+            assert torch.equal(logits(model, batch), want), f"{layout}, attached"
+        model.train()
+        refused(RuntimeError, "is for inference", lambda model=model, batch=batch: model(**batch))
+
+
 # -- generating ------------------------------------------------------------------------------------
 
 

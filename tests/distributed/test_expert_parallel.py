@@ -34,6 +34,7 @@ TOGETHER = (
     "own",
     "own_placed",
     "architectures",
+    "untouched",
     "generate",
     "idle_rank",
     "sent",

@@ -1,4 +1,4 @@
-"""What the engine tests share: models built once, forwards, and the routes an untouched model takes."""
+"""What the engine tests share: models built once, forwards, an untouched model's routes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model_of(name: str) -> Any:
 
 @contextmanager
 def implementation(model: nn.Module, name: str) -> Iterator[bool]:
-    """Run experts by this implementation for a while; False where the architecture has only its own."""
+    """Run experts by this implementation; False where the architecture has only its own."""
     try:
         former = model.get_experts_implementation()
         model.set_experts_implementation(name)

@@ -1,4 +1,4 @@
-"""Small models made up on the spot: some follow the seam of Transformers, some only look like it."""
+"""Small made-up models: some follow the seam of Transformers, some only look like it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class RandomRouter(Router):
     """Weights that follow from nothing."""
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        logits, weights, ids = super().forward(hidden)
+        logits, _, ids = super().forward(hidden)
         return logits, (hidden[:, :TOP_K] * 37).sin().abs() + 0.1, ids
 
 

@@ -1,7 +1,7 @@
 """Counts the rows that are really multiplied with each expert's weights, below every Python layer.
 
-Knows nothing of Paceline: a dispatch mode looks at each matrix product that reaches torch and asks whether
-one operand lies in the storage of an experts' parameter, and in which expert's part of it.
+Knows nothing of Paceline: a dispatch mode looks at each matrix product that reaches torch and asks
+whether one operand lies in the storage of an experts' parameter, and in which expert's part of it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PRODUCTS = (
 
 
 class RowCounter(TorchDispatchMode):
-    """`counter.rows(name)` is [experts] after the block: rows each expert of that module computed."""
+    """`counter.rows(name)` is [experts] after the block: rows each expert of it computed."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Writes docs/architectures.md: what attach does with every architecture of the installed Transformers.
+"""Writes docs/architectures.md: what attach does with every architecture of Transformers.
 
 python tests/engines/support_matrix.py            # print the page
 python tests/engines/support_matrix.py --write    # write docs/architectures.md
@@ -18,20 +18,21 @@ from paceline import attach
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"
 _HEAD = """# Architectures
 
-What `paceline.attach` does with every architecture of Transformers {version} that has routed experts,
-found by attaching to a tiny random model of each. Made by `python tests/engines/support_matrix.py --write`
-and checked by the tests; nothing in it is written by hand, and the engine holds no list of architectures:
-one that isn't here works if its MoE blocks call `experts(hidden_states, top_k_index, top_k_weights)` beside
-a `gate` or `router`.
+What `paceline.attach` does with every architecture of Transformers {version} that has routed
+experts, found by attaching to a tiny random model of each. Made by `python
+tests/engines/support_matrix.py --write` and checked by the tests; nothing in it is written by
+hand, and the engine holds no list of architectures: one that isn't here works if its MoE blocks
+call `experts(hidden_states, top_k_index, top_k_weights)` beside a `gate` or `router`.
 
 - **full**: Token Drop with every `keep`, Expanded Drop, shadow and observe modes.
 - **drop only**: the same without Expanded Drop; without a scoring rule also without `keep="score"`.
 - **refused**: `attach` raises a `ValueError` with this reason.
 
-"scores" is the router's scoring rule as found: weights are proportional to it. "eager" says how dropped
-slots are left out of the architecture's own loop: it skips them itself, or is given the kept pairs alone.
-grouped_mm, deepgemm and sonicmoe skip them in the GEMM; under batched_mm a capped forward runs as
-grouped_mm. Rows of experts are counted below torch in the tests, for every architecture and implementation.
+"scores" is the router's scoring rule as found: weights are proportional to it. "eager" says how
+dropped slots are left out of the architecture's own loop: it skips them itself, or is given the
+kept pairs alone. grouped_mm, deepgemm and sonicmoe skip them in the GEMM; under batched_mm a
+capped forward runs as grouped_mm. Rows of experts are counted below torch in the tests, for every
+architecture and implementation.
 
 {counts}
 

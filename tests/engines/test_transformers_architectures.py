@@ -1,4 +1,4 @@
-"""Every architecture of the installed Transformers: caps hold where attach accepts it, as docs/architectures.md says."""
+"""Every architecture of the installed Transformers: caps hold, as docs/architectures.md says."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def test_a_modality_the_model_does_not_know_is_refused() -> None:
 
 def test_phase_prefill_leaves_decode_steps_alone() -> None:
     model, given = model_of("olmoe"), tiny_models.inputs(pad=5)
-    kwargs: dict[str, Any] = dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
+    kwargs: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     for phase, capped in (("all", 5), ("prefill", 1)):
         with attach(model, CAP.replace(phase=phase)) as pace:
             model.generate(**given, **kwargs)
@@ -160,7 +160,7 @@ def test_protect_first_keeps_the_first_tokens_of_every_sequence() -> None:
         inputs: list[Any] = []
         layer = pace._layers[0]
         original = layer._route
-        layer._route = lambda given: inputs.append(given) or original(given)  # type: ignore
+        layer._route = lambda given: inputs.append(given) or original(given)  # type: ignore[method-assign, func-returns-value]
         output(model, given)
     high = (inputs[0].token_priority > 0).view(2, 24)
     assert high[0, 5:9].all()  # after the padding of row 0
@@ -210,8 +210,8 @@ def test_inner_models_can_be_called_on_their_own() -> None:
 
 def test_a_static_cache_has_masks_of_four_dimensions() -> None:
     model, given = model_of("olmoe"), tiny_models.inputs(pad=5)
-    kwargs: dict[str, Any] = dict(max_new_tokens=4, do_sample=False, pad_token_id=0)
-    kwargs |= dict(cache_implementation="static", disable_compile=True)
+    kwargs: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    kwargs |= {"cache_implementation": "static", "disable_compile": True}
     want = model.generate(**given, **kwargs)
     with attach(model) as pace:
         assert torch.equal(model.generate(**given, **kwargs), want)
@@ -269,7 +269,7 @@ def test_scores_of_a_half_precision_router_are_computed_in_float32() -> None:
         assert [s.scoring for s in pace.support] == ["softmax"] * len(pace.support)
         layer = pace._layers[0]
         original = layer._route
-        layer._route = lambda given: seen.append(given) or original(given)  # type: ignore
+        layer._route = lambda given: seen.append(given) or original(given)  # type: ignore[method-assign, func-returns-value]
         output(model, given)
         assert pace.stats().layers[0].dropped > 0
     scores = seen[0].scores

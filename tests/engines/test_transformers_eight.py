@@ -42,8 +42,8 @@ def _restored(request: pytest.FixtureRequest) -> Any:
 @pytest.mark.parametrize("how", IMPLEMENTATIONS)
 def test_without_a_cap_forward_and_generate_are_bit_identical(name: str, how: str) -> None:
     model, given = model_of(name), tiny_models.inputs(pad=5)
-    kwargs: dict[str, Any] = dict(max_new_tokens=4, do_sample=False, pad_token_id=0)
-    kwargs |= dict(output_logits=True, return_dict_in_generate=True)
+    kwargs: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    kwargs |= {"output_logits": True, "return_dict_in_generate": True}
     with implementation(model, how):
         want, generated = output(model, given), model.generate(**given, **kwargs)
         for policy in (None, "min_expert_load=0", "capacity_factor=1,mode=observe"):

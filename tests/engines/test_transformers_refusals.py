@@ -118,7 +118,7 @@ def test_experts_that_turn_out_never_to_run_are_an_error() -> None:
     model = made_up.Positioned(made_up.NeedsMore).eval()
     with (
         attach(model),
-        pytest.raises(RuntimeError, match="layers.0 can't be handled: its router ran"),
+        pytest.raises(RuntimeError, match=r"layers\.0 can't be handled: its router ran"),
     ):
         model(made_up.tokens())
     model(made_up.tokens())
@@ -234,7 +234,7 @@ def test_a_forward_put_there_by_somebody_else_is_used_and_put_back() -> None:
 
 
 def test_the_row_counter_sees_what_an_untouched_model_computes() -> None:
-    """The instrument itself: without Paceline it counts every assignment, whatever runs the experts."""
+    """Without Paceline the instrument counts every assignment, whatever runs the experts."""
     from helpers import IMPLEMENTATIONS, choices, implementation, output
 
     for name in ("mixtral", "gpt_oss"):

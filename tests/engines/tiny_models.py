@@ -1,7 +1,8 @@
-"""Tiny random models of every Mixture-of-Experts architecture in the installed Transformers, found by code.
+"""Tiny random models of every Mixture-of-Experts architecture of Transformers, found by code.
 
-`architectures()` scans the modeling modules for experts, `build(name)` shrinks the default configuration to a
-few hundred kilobytes and draws weights whose routing is skewed, so that caps bind.
+`architectures()` scans the modeling modules for experts, `build(name)` shrinks the default
+configuration to a few hundred kilobytes and draws weights whose routing is skewed, so that caps
+bind.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ FIRST_EIGHT = (
     "granitemoe",
 )
 NUM_EXPERTS, TOP_K, VOCAB = 8, 2, 128
-# What marks a modeling file as one with routed experts: an `experts` child that is called, or parallel experts.
+# What marks a modeling file as one with routed experts.
 _EXPERTS = re.compile(r"self\.experts\(|ParallelExperts\(")
 
-# Names that mean the same thing in every configuration; a field that a config doesn't have is left out.
+# Names that mean the same in every configuration; one that a config lacks is left out.
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -131,7 +132,7 @@ _CLASSES = {
 
 
 def model_class(name: str) -> type[PreTrainedModel]:
-    """The class that a user would load: causal LM first, then conditional generation, then the bare model."""
+    """The class to load: causal LM first, then conditional generation, then the bare model."""
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     classes = [
         c
@@ -157,7 +158,7 @@ def model_class(name: str) -> type[PreTrainedModel]:
 
 
 def _shrunk(cls: type[PreTrainedConfig], overrides: dict[str, Any]) -> dict[str, Any]:
-    """Constructor arguments of a small configuration of `cls`: known sizes, per-layer lists cut to fit."""
+    """Arguments of a small configuration of `cls`: known sizes, per-layer lists cut to fit."""
     try:
         default = cls()
     except Exception:  # some nested configurations need their parent's values
@@ -232,7 +233,7 @@ def _shrunk_rope(rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
 
 
 def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:
-    """A small configuration of architecture `name`; nested text, vision and audio parts are shrunk as well."""
+    """A small configuration of architecture `name`, its nested parts included."""
     cls = model_class(name).config_class
     return _nested(cls, _OVERRIDES.get(name, {}) | overrides)
 
@@ -317,7 +318,7 @@ def build(
 
 
 def randomize(model: nn.Module, seed: int) -> None:
-    """Draw all weights anew: routers wide enough for skewed loads, selection biases that are not zero."""
+    """Draw all weights anew: routers wide enough for skewed loads, selection biases not zero."""
     rng = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
@@ -32,6 +33,8 @@ def guarded(verb: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(verb)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        # what a verb runs is one user's own text: nobody else shares its batches
+        warnings.filterwarnings("ignore", message=".*share one budget")
         try:
             return verb(*args, **kwargs)
         except BrokenPipeError:  # the reader of a pipe went away

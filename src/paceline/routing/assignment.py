@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.routing.candidates import Candidates
+from paceline.routing.budget import Budget
+from paceline.routing.candidates import Candidates, topk_candidates
+from paceline.routing.lazy import lazy
 from paceline.routing.pools import TokenPools
 
 
@@ -23,60 +25,63 @@ class Assignment:
         topk_weights: [tokens, slots] in the dtype of the input weights, 0 where nothing is kept.
         kept: [tokens, slots] bool.
         num_experts: experts of the layer, E.
-        candidates: what competed, of which `selected` [tokens, slots] bool fits the capacities.
-        pools: the tokens' pools.
-        unit_of_expert: [experts + 1] int64 unit of each expert (the last: none).
-        num_units: units with a capacity.
-        capacity: [pools, units] int64 places; the largest int64 without a cap.
+        budget: what bounded the call.
+        bounded_ids: [tokens, slots] int64 `topk_ids` as they are (or, in shadow, would be) under
+            the cap.
     """
 
     topk_ids: Tensor
     topk_weights: Tensor
     kept: Tensor
     num_experts: int
-    candidates: Candidates
-    selected: Tensor
-    pools: TokenPools
-    unit_of_expert: Tensor
-    num_units: int
-    capacity: Tensor
+    budget: Budget
+    bounded_ids: Tensor
 
     @property
+    def pools(self) -> TokenPools:
+        """The tokens that share one budget."""
+        return self.budget.pools
+
+    @lazy
+    def capacity(self) -> Tensor:
+        """[pools, units] int64 places; the largest int64 without a cap."""
+        policy = self.budget.policy
+        return self.budget.capacity(policy.factor if policy.caps else None)
+
+    @lazy
     def loads_before(self) -> Tensor:
         """[pools, units] int64 assignments of the model's own choice."""
-        genuine = self.candidates.genuine
-        return self._loads(genuine.ids, genuine.offered)
+        return self._loads(self._genuine.ids, self._genuine.offered)
 
-    @property
+    @lazy
     def loads_after(self) -> Tensor:
         """[pools, units] int64 assignments that remain, extras included."""
-        return self._loads(self.candidates.ids, self.selected)
+        return self._loads(self.bounded_ids, self._selected)
 
-    @property
+    @lazy
     def expert_loads_before(self) -> Tensor:
         """[experts] int64 assignments of the model's own choice, over all pools."""
-        genuine = self.candidates.genuine
-        return count_experts(genuine.ids, genuine.offered, self.num_experts)
+        return count_experts(self._genuine.ids, self._genuine.offered, self.num_experts)
 
-    @property
+    @lazy
     def expert_loads_after(self) -> Tensor:
         """[experts] int64 assignments that remain, over all pools, extras included."""
-        return count_experts(self.candidates.ids, self.selected, self.num_experts)
+        return count_experts(self.bounded_ids, None, self.num_experts)
 
     @property
     def dropped(self) -> Tensor:
         """0-d int64: assignments of the model's own choice that were lost."""
-        return (self.candidates.genuine.offered & ~self._genuine_selected).sum()
+        return (self._genuine.offered & ~self._genuine_selected).sum()
 
     @property
     def extras(self) -> Tensor:
         """0-d int64: assignments gained by expansion."""
-        return self.selected[:, self.candidates.k :].sum()
+        return self._selected[:, self.budget.k :].sum()
 
     @property
     def gate_mass(self) -> Tensor:
         """[2] float64: sum of scores (else weights) of the model's choice, and of what is kept."""
-        genuine = self.candidates.genuine
+        genuine = self._genuine
         mass = genuine.weights if genuine.scores is None else genuine.scores
         mass = torch.where(genuine.offered, mass, 0).nan_to_num(nan=0.0).double()
         return torch.stack([mass.sum(), torch.where(self._genuine_selected, mass, 0).sum()])
@@ -87,27 +92,33 @@ class Assignment:
         whole, kept = self.gate_mass
         return torch.where(whole > 0, kept / whole, 1.0)
 
+    @lazy
+    def _genuine(self) -> Candidates:
+        return topk_candidates(self.budget.inputs, self.num_experts)
+
+    @lazy
+    def _selected(self) -> Tensor:
+        return self.bounded_ids < self.num_experts
+
     @property
     def _genuine_selected(self) -> Tensor:
-        return self.selected[:, : self.candidates.k]
+        return self._selected[:, : self.budget.k]
 
     def _loads(self, ids: Tensor, counted: Tensor) -> Tensor:
-        group = unit_groups(ids, counted, self.unit_of_expert, self.num_units, self.pools)
-        groups = self.pools.count * self.num_units
-        loads = torch.zeros(groups + 1, dtype=torch.int64, device=ids.device)
+        group = unit_groups(self.budget, ids, counted)
+        pools, units = self.pools.count, self.budget.units.count
+        loads = torch.zeros(pools * units + 1, dtype=torch.int64, device=ids.device)
         loads = loads.scatter_add(0, group.flatten(), torch.ones_like(group).flatten())
-        return loads[:-1].view(self.pools.count, self.num_units)
+        return loads[:-1].view(pools, units)
 
 
-def unit_groups(
-    ids: Tensor, counted: Tensor, unit_of_expert: Tensor, num_units: int, pools: TokenPools
-) -> Tensor:
-    """[tokens, slots] int64: pool * num_units + unit of each assignment; pools * units for none."""
-    num_experts = unit_of_expert.shape[0] - 1
-    group = unit_of_expert[torch.where(counted, ids, num_experts)]
+def unit_groups(budget: Budget, ids: Tensor, counted: Tensor) -> Tensor:
+    """[tokens, slots] int64: pool * units + unit of each assignment; pools * units for none."""
+    units, pools = budget.units.count, budget.pools
+    group = budget.unit_of_expert[torch.where(counted, ids.long(), budget.num_experts)]
     if pools.of_token is not None:
-        group = group + pools.of_token.unsqueeze(1) * num_units
-    return torch.where(counted, group, pools.count * num_units)
+        group = group + pools.of_token.unsqueeze(1) * units
+    return torch.where(counted, group, pools.count * units)
 
 
 def count_experts(ids: Tensor, counted: Tensor | None, num_experts: int) -> Tensor:

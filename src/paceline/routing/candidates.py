@@ -6,8 +6,6 @@ further experts, so that idle capacity does useful work.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import torch
 from torch import Tensor
 
@@ -15,47 +13,59 @@ from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing.constants import table
 from paceline.routing.inputs import RoutingInputs
-from paceline.routing.metrics import KEY_BITS, descending_key, genuine_scores
+from paceline.routing.lazy import lazy
+from paceline.routing.metrics import KEY_BITS, descending_key
 from paceline.routing.pools import token_devices
 
 
-@dataclass(frozen=True, eq=False)
 class Candidates:
     """Assignments that compete for capacity: slots 0..k-1 genuine, then the extras, best first.
 
     Attributes:
-        ids: [tokens, slots] int64; meaningless where not offered.
+        inputs: of the layer.
+        num_experts: experts of the layer, E.
+        ids: [tokens, slots] any integer dtype; outside [0, E): no assignment.
         weights: [tokens, slots] combine weights.
-        scores: [tokens, slots] float32, None where no scores are known.
-        offered: [tokens, slots] bool: an assignment (in range, of a valid token).
-        k: genuine slots.
     """
 
-    ids: Tensor
-    weights: Tensor
-    scores: Tensor | None
-    offered: Tensor
-    k: int
+    def __init__(self, inputs: RoutingInputs, num_experts: int, ids: Tensor, weights: Tensor):
+        self.inputs, self.num_experts, self.ids, self.weights = inputs, num_experts, ids, weights
+        self.k = inputs.topk_ids.shape[1]
+
+    @lazy
+    def offered(self) -> Tensor:
+        """[tokens, slots] bool: an assignment (in range, of a valid token)."""
+        in_range = (self.ids >= 0) & (self.ids < self.num_experts)
+        valid = self.inputs.valid
+        return in_range if valid is None else in_range & valid.unsqueeze(1)
+
+    @lazy
+    def safe_ids(self) -> Tensor:
+        """[tokens, slots] int64 in [0, E), 0 where nothing is offered."""
+        return torch.where(self.offered, self.ids.long(), 0)
+
+    @lazy
+    def scores(self) -> Tensor | None:
+        """[tokens, slots] float32 gate scores, None where none are known."""
+        if self.inputs.scores is not None:
+            return self.inputs.scores.gather(1, self.safe_ids).float()
+        return None if self.inputs.topk_scores is None else self.inputs.topk_scores.float()
 
     @property
     def genuine(self) -> Candidates:
         """The first k slots alone."""
-        k = self.k
-        scores = None if self.scores is None else self.scores[:, :k]
-        return Candidates(self.ids[:, :k], self.weights[:, :k], scores, self.offered[:, :k], k)
+        ids, weights = self.ids[:, : self.k], self.weights[:, : self.k]
+        return Candidates(self.inputs, self.num_experts, ids, weights)
 
     def withdraw(self, keep: Tensor) -> Candidates:
         """Offer only what is in `keep`, [tokens, slots] bool."""
-        return replace(self, offered=self.offered & keep)
+        ids = torch.where(keep, self.ids.long(), self.num_experts)
+        return Candidates(self.inputs, self.num_experts, ids, self.weights)
 
 
 def topk_candidates(inputs: RoutingInputs, num_experts: int) -> Candidates:
     """The model's own choice."""
-    ids = inputs.topk_ids.long()
-    in_range = (ids >= 0) & (ids < num_experts)
-    offered = in_range if inputs.valid is None else in_range & inputs.valid.unsqueeze(1)
-    scores = genuine_scores(inputs, in_range)
-    return Candidates(ids, inputs.topk_weights, scores, offered, ids.shape[1])
+    return Candidates(inputs, num_experts, inputs.topk_ids, inputs.topk_weights)
 
 
 def expanded_candidates(
@@ -83,7 +93,9 @@ def expanded_candidates(
     safe_ids = ids.clamp(max=placement.num_experts - 1)
     extra_scores = scores.gather(1, safe_ids)
 
-    scale, scalable = _token_scale(chosen)
+    weight_sum, score_sum = _token_sums(chosen)
+    scalable = (weight_sum > 0) & (score_sum > 0)
+    scalable &= weight_sum.isfinite() & score_sum.isfinite()
     allowed = (
         (ids < placement.num_experts)
         & ~extra_scores.isnan()
@@ -98,15 +110,14 @@ def expanded_candidates(
     key = torch.where(allowed, descending_key(extra_scores), 1 << KEY_BITS)
     limit = min(ids.shape[1], policy.expand_limit or ids.shape[1])
     best = torch.sort(key, dim=1, stable=True).indices[:, :limit]
-    extra_scores = extra_scores.gather(1, best)
-    extra_weights = (extra_scores.double() * scale.unsqueeze(1)).float().to(chosen.weights.dtype)
-    assert chosen.scores is not None
+    ids = torch.where(allowed, ids, placement.num_experts).gather(1, best)
+    weighed = extra_scores.gather(1, best).double() * weight_sum.unsqueeze(1)
+    weights = (weighed / score_sum.unsqueeze(1)).float().to(chosen.weights.dtype)
     return Candidates(
-        ids=torch.cat([chosen.ids, safe_ids.gather(1, best)], 1),
-        weights=torch.cat([chosen.weights, extra_weights], 1),
-        scores=torch.cat([chosen.scores, extra_scores], 1),
-        offered=torch.cat([chosen.offered, allowed.gather(1, best)], 1),
-        k=chosen.k,
+        inputs,
+        placement.num_experts,
+        ids=torch.cat([chosen.withdraw(chosen.offered).ids, ids], 1),
+        weights=torch.cat([chosen.weights, weights], 1),
     )
 
 
@@ -128,7 +139,7 @@ def _candidate_ids(
     visited = torch.zeros(
         (chosen.ids.shape[0], placement.num_devices + 1), dtype=torch.bool, device=device
     )
-    chosen_devices = device_of[torch.where(chosen.offered, chosen.ids, num_experts)]
+    chosen_devices = device_of[torch.where(chosen.offered, chosen.ids.long(), num_experts)]
     visited = visited.scatter(1, chosen_devices, True)
     reachable = torch.where(visited[:, device_of[:-1]], every, num_experts)
     return torch.sort(reachable, dim=1).values[:, : min(num_experts, chosen.k * largest)]
@@ -137,14 +148,13 @@ def _candidate_ids(
 def _is_chosen(ids: Tensor, chosen: Candidates, num_experts: int) -> Tensor:
     """[tokens, candidates] whether an expert is among the token's own top-k."""
     rows = torch.zeros((ids.shape[0], num_experts + 1), dtype=torch.bool, device=ids.device)
-    rows = rows.scatter(1, torch.where(chosen.offered, chosen.ids, num_experts), True)
+    rows = rows.scatter(1, torch.where(chosen.offered, chosen.ids.long(), num_experts), True)
     return rows.gather(1, ids)
 
 
-def _token_scale(chosen: Candidates) -> tuple[Tensor, Tensor]:
-    """[tokens] float64 sum of weights / sum of scores of the top-k, and where both are usable."""
+def _token_sums(chosen: Candidates) -> tuple[Tensor, Tensor]:
+    """[tokens] float64 sums of the weights and of the scores of a token's top-k."""
     assert chosen.scores is not None
     weight_sum = torch.where(chosen.offered, chosen.weights, 0).double().sum(1)
     score_sum = torch.where(chosen.offered, chosen.scores, 0).double().sum(1)
-    usable = (weight_sum > 0) & (score_sum > 0) & weight_sum.isfinite() & score_sum.isfinite()
-    return torch.where(usable, weight_sum / score_sum, 0), usable
+    return weight_sum, score_sum

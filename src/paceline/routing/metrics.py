@@ -7,13 +7,16 @@ to the backend's taste.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from paceline.policy import KEEP_ALIASES, KEEPS, CapacityPolicy
 from paceline.routing.inputs import RoutingInputs
+
+if TYPE_CHECKING:
+    from paceline.routing.candidates import Candidates
 
 KEY_BITS = 32
 """Keys of `metric_key` lie in [0, 2 ** KEY_BITS)."""
@@ -65,32 +68,14 @@ def descending_key(values: Tensor) -> Tensor:
     return torch.where(values.isnan(), (1 << KEY_BITS) - 1, key)
 
 
-def genuine_scores(inputs: RoutingInputs, in_range: Tensor) -> Tensor | None:
-    """[tokens, k] float32 scores of the chosen experts, None where no scores are known."""
-    if inputs.scores is None:
-        return None if inputs.topk_scores is None else inputs.topk_scores.float()
-    safe_ids = torch.where(in_range, inputs.topk_ids.long(), 0)
-    if inputs.scores.shape[1] == 0:
-        return torch.zeros_like(safe_ids, dtype=torch.float32)
-    return inputs.scores.gather(1, safe_ids).float()
-
-
 def metric_key(
-    inputs: RoutingInputs,
-    policy: CapacityPolicy,
-    ids: Tensor,
-    scores: Tensor | None,
-    weights: Tensor,
-    pool_rank: Callable[[], Tensor],
+    policy: CapacityPolicy, candidates: Candidates, pool_rank: Callable[[], Tensor]
 ) -> Tensor:
     """Key of each candidate under the policy's `keep`; ties go by token, then by slot.
 
     Args:
-        inputs: of the layer.
         policy: whose `keep` ranks.
-        ids: [tokens, slots] int64 experts.
-        scores: [tokens, slots] gate scores, or None.
-        weights: [tokens, slots] combine weights.
+        candidates: that compete.
         pool_rank: gives [tokens] the index of a token among its pool's valid tokens.
 
     Returns:
@@ -100,32 +85,39 @@ def metric_key(
         ValueError: if the policy ranks by scores and there are none, or a registered metric
             returns another shape than [tokens, k].
     """
+    ids = candidates.ids
     if policy.keep == "score":
-        if scores is None:
-            raise ValueError(
-                'keep="score" needs scores or topk_scores; to rank by the combine weights '
-                'say keep="weight".'
-            )
-        return descending_key(scores)
+        return descending_key(require_scores(candidates.scores))
     if policy.keep == "weight":
-        return descending_key(weights)
+        return descending_key(candidates.weights)
     if policy.keep == "first":
-        return torch.zeros_like(ids)
+        return torch.zeros_like(ids, dtype=torch.int64)
     if policy.keep == "last":
         tokens = ids.shape[0]
         later_first = torch.arange(tokens - 1, -1, -1, device=ids.device)
         return later_first.unsqueeze(1).expand_as(ids)
+    inputs = candidates.inputs
     if policy.keep == "random":
         rank = pool_rank().unsqueeze(1)
-        hashed = random_hash(policy.seed, inputs.layer, inputs.step, rank, ids)
+        hashed = random_hash(policy.seed, inputs.layer, inputs.step, rank, candidates.safe_ids)
         return (1 << KEY_BITS) - 1 - hashed
     metric = _REGISTERED[policy.keep](inputs)
-    if metric.shape != ids.shape:
+    if metric.shape != inputs.topk_ids.shape:
         raise ValueError(
             f"keep={policy.keep!r}: its metric has shape {list(metric.shape)}, "
-            f"allowed is [tokens, k] = {list(ids.shape)}."
+            f"allowed is [tokens, k] = {list(inputs.topk_ids.shape)}."
         )
     return descending_key(metric)
+
+
+def require_scores(scores: Tensor | None) -> Tensor:
+    """The scores that keep="score" ranks by; ValueError if there are none."""
+    if scores is None:
+        raise ValueError(
+            'keep="score" needs scores or topk_scores; to rank by the combine weights '
+            'say keep="weight".'
+        )
+    return scores
 
 
 def random_hash(seed: int, layer: int, step: int | Tensor, rank: Tensor, expert: Tensor) -> Tensor:

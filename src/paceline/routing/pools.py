@@ -59,9 +59,13 @@ def token_pools(inputs: RoutingInputs, pool: Pool, num_devices: int) -> TokenPoo
     """
     ids, valid = inputs.topk_ids, inputs.valid
     rows = ids.shape[0]
-    counted = torch.ones_like(ids[:, 0], dtype=torch.int64) if valid is None else valid.long()
     if pool == "batch":
-        return TokenPools(None, 1, counted.sum().reshape(1), valid, rows)
+        if valid is None:
+            sizes = torch.full((1,), rows, dtype=torch.int64, device=ids.device)
+        else:
+            sizes = valid.sum().reshape(1)
+        return TokenPools(None, 1, sizes, valid, rows)
+    counted = torch.ones_like(ids[:, 0], dtype=torch.int64) if valid is None else valid.long()
     if pool == "source":
         of_token, count = token_devices(inputs, num_devices, 'pool="source"'), num_devices
     else:

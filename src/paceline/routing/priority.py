@@ -9,10 +9,12 @@ from torch import Tensor
 
 from paceline.policy import CapacityPolicy
 from paceline.routing.inputs import RoutingInputs
-from paceline.routing.selection import PRIORITY_BITS
 
 PROTECTED, NORMAL, DROPPED_FIRST = 2, 0, -2
 """Classes that engines give tokens: room is left between them for a user's own."""
+
+PRIORITY_BITS = 9
+"""Priority keys lie in [0, 2 ** PRIORITY_BITS)."""
 
 _HIGHEST = 127
 _DECODE = _HIGHEST + 1
@@ -33,9 +35,6 @@ def token_priorities(
     Returns:
         [tokens] int64, or None where all are alike.
     """
-    known = [*(modality or {}).values(), *([] if position is None else [position])]
-    if not known:
-        return None
     priority: Tensor | None = None
     if policy.drop_first and modality:
         other = torch.stack(list(modality.values())).any(0)

@@ -1,60 +1,123 @@
-"""Keep the best C of every unit: one entry for every policy.
+"""Keep the best C of every unit: one entry for every policy, several backends.
 
-The order inside a unit is total (SPEC of the order: docs/method.md), so that all ranks and
-backends decide alike: genuine before extra (where asked), priority class, metric key, token, slot.
+The order inside a unit is total, so that all ranks and backends decide alike: genuine before
+extra (where extras only fill), priority class, metric key, token, slot. Every backend gives the
+same answer to the bit; `plain` is the reference.
+
+| backend | for | how |
+|---|---|---|
+| plain | any device | one sort of packed integers, in torch |
+| native | CPU tensors, with numba installed | counts, then a bisection per overfull unit |
+| cuda | CUDA tensors, with Triton installed | the same in three launches, nothing read back |
 """
 
 from __future__ import annotations
 
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import NamedTuple, Protocol, cast
+
 import torch
 from torch import Tensor
 
-from paceline.routing.metrics import KEY_BITS
-from paceline.routing.pools import position_in_run
+from paceline.routing.budget import Budget
+from paceline.routing.candidates import Candidates
+from paceline.routing.inputs import RoutingInputs
 
-PRIORITY_BITS = 9
-"""Priority keys lie in [0, 2 ** PRIORITY_BITS)."""
+BACKENDS = {"plain": None, "native": "numba", "cuda": "triton"}
+"""Name -> the library that it needs beyond torch."""
+
+BACKEND_VARIABLE = "PACELINE_BACKEND"
+"""Environment variable that forces a backend: for tests, measurements and bug reports."""
 
 
-def keep_best(
-    group: Tensor,
-    num_groups: int,
-    capacity: Tensor,
-    key: Tensor,
-    priority_key: Tensor | None = None,
-    genuine_slots: int | None = None,
-) -> Tensor:
-    """Whether each assignment is among the first `capacity` of its group.
+class Kept(NamedTuple):
+    """What fits the capacities.
 
-    One sort of packed integers: group | extra | priority | key. The sort is stable and rows are in
-    token order, so ties fall to the smaller token, then the smaller slot.
-
-    Args:
-        group: [tokens, slots] int64 unit of a pool, in [0, num_groups); num_groups: no assignment.
-        num_groups: units times pools.
-        capacity: int64, broadcastable to [tokens, slots]: places in the assignment's group, as
-            this assignment may count them.
-        key: [tokens, slots] int64 in [0, 2 ** 32), smaller first.
-        priority_key: [tokens] int64 in [0, 2 ** 9), smaller first, decided before `key`.
-        genuine_slots: slots from this one on come after all others of the group.
-
-    Returns:
-        [tokens, slots] bool.
+    Attributes:
+        ids: [tokens, slots] int64, num_experts where nothing is kept.
+        weights: [tokens, slots], 0 where nothing is kept.
+        kept: [tokens, slots] bool.
     """
-    major, minor, minor_bits = group, key, KEY_BITS
-    if priority_key is not None:
-        minor = (priority_key.unsqueeze(1) << minor_bits) | minor
-        minor_bits += PRIORITY_BITS
-    if genuine_slots is not None:
-        extra = torch.arange(group.shape[1], device=group.device) >= genuine_slots
-        minor = (extra.long() << minor_bits) | minor
-        minor_bits += 1
-    if num_groups < 1 << (63 - minor_bits):
-        packed, order = torch.sort(((major << minor_bits) | minor).flatten(), stable=True)
-        ordered_group = packed >> minor_bits
-    else:  # too many groups for one word: two stable sorts, the minor one first
-        order = torch.sort(minor.flatten(), stable=True).indices
-        ordered_group, by_group = torch.sort(major.flatten()[order], stable=True)
-        order = order[by_group]
-    rank = torch.empty_like(order).scatter_(0, order, position_in_run(ordered_group))
-    return (rank.view_as(group) < capacity) & (group < num_groups)
+
+    ids: Tensor
+    weights: Tensor
+    kept: Tensor
+
+    @classmethod
+    def of(cls, candidates: Candidates, kept: Tensor) -> Kept:
+        """The candidates in `kept` [tokens, slots] bool."""
+        ids = torch.where(kept, candidates.ids.long(), candidates.num_experts)
+        return cls(ids, torch.where(kept, candidates.weights, 0), kept)
+
+
+class Backend(Protocol):
+    """A module of `paceline.routing.kernels`."""
+
+    def expanded(self, budget: Budget) -> Candidates:
+        """The model's own choice and the extras that the policy allows."""
+
+    def keep_best(self, budget: Budget, candidates: Candidates, fill: bool = False) -> Kept:
+        """The first of each unit that its places allow.
+
+        With `fill`, extras come after all genuine ones of the unit, and may only take places that
+        the policy's `fill_factor` gives.
+        """
+
+
+def backend_for(inputs: RoutingInputs) -> Backend:
+    """The backend that suits these tensors, or the forced one."""
+    ids, weights = inputs.topk_ids, inputs.topk_weights
+    name = _forced
+    if name is None:
+        name = "plain"
+        # a subclass (fake, traced, distributed) has no memory to work on; nor do kernels have
+        # gradients
+        real = type(ids) is Tensor and type(weights) is Tensor
+        if real and not (weights.requires_grad and torch.is_grad_enabled()):
+            name = {"cpu": "native", "cuda": "cuda"}.get(ids.device.type, "plain")
+            name = name if _installed(name) else "plain"
+    return _module(name)
+
+
+@contextmanager
+def using_backend(name: str | None) -> Iterator[None]:
+    """Force a backend while the context lasts; None: the usual choice. Not thread-safe.
+
+    Raises:
+        ValueError: if there is no such backend or the library it needs is not installed.
+    """
+    global _forced
+    before, _forced = _forced, _checked(name)
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def _checked(name: str | None) -> str | None:
+    if name is None or name == "":
+        return None
+    if name not in BACKENDS:
+        raise ValueError(f"backend={name!r} is not allowed: it is one of {', '.join(BACKENDS)}.")
+    if not _installed(name):
+        raise ValueError(f"backend={name!r} needs {BACKENDS[name]}, which is not installed.")
+    return name
+
+
+@lru_cache
+def _installed(name: str) -> bool:
+    library = BACKENDS[name]
+    return library is None or find_spec(library) is not None
+
+
+@lru_cache
+def _module(name: str) -> Backend:
+    return cast(Backend, importlib.import_module(f"paceline.routing.kernels.{name}"))
+
+
+_forced = _checked(os.environ.get(BACKEND_VARIABLE))

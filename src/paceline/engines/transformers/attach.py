@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
@@ -59,6 +60,10 @@ class ModelStats:
         return {"policy": self.policy, "layers": [layer.to_dict() for layer in self.layers]}
 
 
+class SharedBudgetWarning(UserWarning):
+    """Requests of one batch share a budget, so what one gets depends on the others."""
+
+
 class Running:
     """What the layers of one attached model share: the policy and the forward that is running.
 
@@ -66,8 +71,8 @@ class Running:
         policy: in force.
         routes: whether the policy can drop anything, or count what would be dropped.
         context: of the running forward, None outside one.
-        step: number of the forward, from 0, counted while keep="random" asks for it; a tensor, so that
-            a compiled model isn't compiled anew for every forward.
+        step: number of the forward, from 0, counted while keep="random" asks for it; a tensor, so
+            that a compiled model isn't compiled anew for every forward.
         unproven: layers of which it isn't known yet that their experts are reached.
     """
 
@@ -78,6 +83,7 @@ class Running:
         self.step = torch.tensor(-1)
         self.unproven: list[AttachedLayer] = []
         self._owner: nn.Module | None = None
+        self._warned = False
         self.token_source = token_source
 
     def watch(self, module: nn.Module) -> list[Any]:
@@ -93,6 +99,8 @@ class Running:
                 )
                 if self.policy.keep == "random":
                     self.step.add_(1)
+                if self.routes and not self._warned and not torch.compiler.is_compiling():
+                    self._warn_of_sharing(self.context)
 
         def after(m: nn.Module, args: Any, out: Any) -> None:
             if self._owner is m:
@@ -104,6 +112,21 @@ class Running:
             module.register_forward_pre_hook(before, with_kwargs=True),
             module.register_forward_hook(after, always_call=True),
         ]
+
+    def _warn_of_sharing(self, context: ForwardContext) -> None:
+        """Say once that users who share a batch affect each other (docs/method.md)."""
+        policy = self.policy
+        if policy.mode != "enforce" or policy.pool == "request":
+            return
+        if context.shape is not None and context.shape[0] > 1:
+            self._warned = True
+            warnings.warn(
+                f'{context.shape[0]} sequences share one budget under pool="{policy.pool}", so '
+                "what one of them gets depends on the others; where they belong to different "
+                'users, say pool="request".',
+                SharedBudgetWarning,
+                stacklevel=2,
+            )
 
 
 class Pace:
@@ -203,23 +226,24 @@ def attach(
             `experts(hidden_states, top_k_index, top_k_weights)` beside a gate or router.
         policy: a policy, its short form ("capacity_factor=1.25"), or "config" for the one kept in
             the model's config; None only counts loads.
-        placement: expert -> device of every layer, or a number of devices over which experts are spread
-            in order; None: every expert is a device of its own.
-        token_source: which device a token lives on: "sequence" (row i of a batch of B lives on device
-            i * devices // B), a [batch] or [batch, length] tensor, or a function of
+        placement: expert -> device of every layer, or a number of devices over which experts are
+            spread in order; None: every expert is a device of its own.
+        token_source: which device a token lives on: "sequence" (row i of a batch of B lives on
+            device i * devices // B), a [batch] or [batch, length] tensor, or a function of
             (batch, length, device) that gives one. Needed by pool="source" and expand="own_device".
 
     Returns:
         The handle: policy, statistics, `detach`; a context manager.
 
     Raises:
-        ValueError: if the model is dense, in training mode, compiled or already attached, or a layer
-            can't be handled or can't follow the policy; the model is untouched then.
+        ValueError: if the model is dense, in training mode, compiled or already attached, or a
+            layer can't be handled or can't follow the policy; the model is untouched then.
     """
     check_model(model)
     if isinstance(token_source, str) and token_source != "sequence":
         raise ValueError(
-            f'token_source={token_source!r} is not allowed: it is None, "sequence", a tensor or a function.'
+            f'token_source={token_source!r} is not allowed: it is None, "sequence", a '
+            "tensor or a function."
         )
     running = Running(token_source)
     sites = find_sites(model)

@@ -56,7 +56,8 @@ def placement_of(
         return ExpertPlacement.contiguous(layer.num_experts, placement)
     if placement.num_experts != layer.num_experts:
         raise ValueError(
-            f"placement has {placement.num_experts} experts, layer {layer.name} has {layer.num_experts}: "
+            f"placement has {placement.num_experts} experts, layer {layer.name} has "
+            f"{layer.num_experts}: "
             "allowed is the same number, or a number of devices."
         )
     return placement
@@ -70,17 +71,20 @@ def check_layer(layer: AttachedLayer, policy: CapacityPolicy, token_source: Toke
     check_binding(policy, placement, layer.k)
     if policy.keep == "score" and layer.scoring.rule is None:
         raise ValueError(
-            f'keep="score" is not possible for layer {layer.name}: {layer.scoring.reason}; allowed is '
+            f'keep="score" is not possible for layer {layer.name}: '
+            f"{layer.scoring.reason}; allowed is "
             'keep="weight", "first", "last" or "random".'
         )
     if policy.expand is not None and not layer.scoring.expands:
         raise ValueError(
-            f"expand={policy.expand!r} is not possible for layer {layer.name}: {layer.scoring.reason}."
+            f"expand={policy.expand!r} is not possible for layer {layer.name}: "
+            f"{layer.scoring.reason}."
         )
     for field, wanted in (("pool", "source"), ("expand", "own_device")):
         if getattr(policy, field) == wanted and token_source is None:
             raise ValueError(
-                f'{field}="{wanted}" needs token_source, the device on which each token lives: allowed is '
+                f'{field}="{wanted}" needs token_source, the device on which each token '
+                "lives: allowed is "
                 '"sequence", a tensor or a function.'
             )
 

@@ -1,4 +1,4 @@
-"""Keep a policy in a model's config, where it survives saving and loading and switches nothing on."""
+"""Keep a policy in a model's config: it survives saving and loading, and switches nothing on."""
 
 from __future__ import annotations
 

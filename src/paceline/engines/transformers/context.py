@@ -1,7 +1,7 @@
-"""What a forward of the whole model says about its tokens: padding, position, request, device, modality.
+"""What a forward of the model says of its tokens: padding, position, request, device, modality.
 
-MoE layers see flattened rows. A pre-hook on the model keeps the arguments of the running forward; what
-the policy needs is derived from them at most once a forward, and only when a layer asks.
+MoE layers see flattened rows. A pre-hook on the model keeps the arguments of the running forward;
+what the policy needs is derived from them at most once a forward, and only when a layer asks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MODALITY_OF_TYPE = {"image": 1, "video": 2, "audio": 3}
 
 
 def _once(method: Callable[[ForwardContext], _T]) -> _T:
-    """A property computed when first asked for (functools.cached_property locks, which breaks graphs)."""
+    """A property computed when first asked for (functools.cached_property locks: a graph break)."""
     name = method.__name__
 
     def value(self: ForwardContext) -> Any:
@@ -89,7 +89,8 @@ class ForwardContext:
             return None
         shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
-            f"attention_mask {shape} can't be read as padding: allowed is [batch, tokens so far] or "
+            f"attention_mask {shape} can't be read as padding: allowed is [batch, tokens "
+            "so far] or "
             "[batch, 1, length, tokens so far]."
         )
 
@@ -167,7 +168,8 @@ class ForwardContext:
         if given.shape == (batch,):
             return given.repeat_interleave(length)
         raise ValueError(
-            f"token_source has shape {list(given.shape)}: allowed is [{batch}] or [{batch}, {length}]."
+            f"token_source has shape {list(given.shape)}: allowed is [{batch}] or "
+            f"[{batch}, {length}]."
         )
 
     def subset(self, rows: int, layer: str) -> Tensor | None:
@@ -187,7 +189,7 @@ class ForwardContext:
 
 
 def _cached_tokens(arguments: dict[str, Any]) -> int | Tensor:
-    """Tokens in a forward's cache; a cache on a device counts them there, and no host waits for it."""
+    """Tokens in a forward's cache; where a device counts them, no host waits for it."""
     for name in _CACHES:
         cache = arguments.get(name)
         if cache is not None and hasattr(cache, "get_seq_length"):

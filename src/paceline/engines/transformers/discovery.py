@@ -1,9 +1,10 @@
 """Find a model's Mixture-of-Experts layers by what they do, not by a list of architectures.
 
-The seam that nearly all architectures of Transformers share: a block with a child `experts`, called as
-`experts(hidden_states, top_k_index, top_k_weights)`, and a sibling `gate` or `router` whose output holds
-the logits of all experts. Every layer is run once on random rows, with the experts replaced by nothing,
-so that a block that only looks like the seam is refused instead of silently left alone.
+The seam that nearly all architectures of Transformers share: a block with a child `experts`,
+called as `experts(hidden_states, top_k_index, top_k_weights)`, and a sibling `gate` or `router`
+whose output holds the logits of all experts. Every layer is run once on random rows, with the
+experts replaced by nothing, so that a block that only looks like the seam is refused instead of
+silently left alone.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class Sighting:
 
     Attributes:
         router_input: [rows, hidden] what the router was given.
-        logits: [rows, classes] the router's own logits (or probabilities), None where it returns none.
+        logits: [rows, classes] the router's own logits (or probabilities), None where it returns
+            none.
         ids: [rows, k] chosen experts.
         weights: [rows, k] their weights.
         hidden: [rows, hidden] what the experts were given.
@@ -93,7 +95,8 @@ def find_sites(model: nn.Module) -> list[Site]:
             )
         if not any(True for _ in experts.parameters()):
             raise ValueError(
-                f"layer {name} ({type(block).__name__}) can't be handled: its experts have no weights."
+                f"layer {name} ({type(block).__name__}) can't be handled: its experts "
+                "have no weights."
             )
         if any(p.is_meta for m in (experts, routers[0]) for p in m.parameters()):
             raise ValueError(
@@ -111,15 +114,18 @@ def _refuse_leftovers(model: nn.Module, sites: list[Site]) -> None:
     for name, module in model.named_modules():
         if id(module) not in covered and _EXPERT_CLASS.search(type(module).__name__):
             raise ValueError(
-                f"layer {name} ({type(module).__name__}) can't be handled: it has experts that are not "
-                "called as experts(hidden_states, top_k_index, top_k_weights) beside a gate or router."
+                f"layer {name} ({type(module).__name__}) can't be handled: it has experts "
+                "that are not "
+                "called as experts(hidden_states, top_k_index, top_k_weights) beside a "
+                "gate or router."
             )
     if sites:
         return
     count = _configured_experts(getattr(model, "config", None))
     if count > 1:
         raise ValueError(
-            f"{type(model).__name__} can't be handled: its config names {count} experts, but no layer "
+            f"{type(model).__name__} can't be handled: its config names {count} experts, "
+            "but no layer "
             "has experts called as experts(hidden_states, top_k_index, top_k_weights)."
         )
     raise ValueError(
@@ -198,7 +204,8 @@ def _run_block(site: Site, rows: Tensor) -> Sighting:
         raise _NotTheSeam(f"its forward calls its experts {len(calls)} times")
     if len(calls[0]) != 3:
         raise _NotTheSeam(
-            f"its experts are called with {len(calls[0])} arguments instead of hidden states, chosen "
+            f"its experts are called with {len(calls[0])} arguments instead of hidden "
+            "states, chosen "
             "experts and their weights"
         )
     hidden, ids, weights = calls[0]
@@ -243,7 +250,8 @@ def _check_choice(ids: Any, weights: Any) -> None:
         raise _NotTheSeam("its experts are not given tensors of chosen experts and weights")
     if ids.dim() != 2 or ids.is_floating_point() or ids.dtype is torch.bool:
         raise _NotTheSeam(
-            f"its experts are given choices of shape {list(ids.shape)} and {ids.dtype}, not expert ids "
+            f"its experts are given choices of shape {list(ids.shape)} and {ids.dtype}, "
+            "not expert ids "
             "[tokens, k]"
         )
     ordered = ids.sort(1).values
@@ -259,7 +267,7 @@ def _check_choice(ids: Any, weights: Any) -> None:
 
 
 def find_logits(out: Any, ids: Tensor) -> Tensor | None:
-    """[rows, classes] the first float output of a router with a row a token and more classes than k."""
+    """[rows, classes] a router's first float output with a row a token and more classes than k."""
     for t in out if isinstance(out, (tuple, list)) else (out,):
         if isinstance(t, Tensor) and t.is_floating_point() and t.dim() >= 2:
             flat = _flat(t)
@@ -290,8 +298,10 @@ def count_experts(site: Site, sighting: Sighting) -> int:
         raise ValueError(f"layer {site.name} can't be handled: how many experts it has is unknown.")
     if getattr(site.experts, "_is_expert_parallel", False):
         raise ValueError(
-            f"layer {site.name} can't be handled: its experts are spread over ranks (expert parallelism) by "
-            "an implementation that doesn't skip dropped slots; load the model with DistributedConfig(..., "
+            f"layer {site.name} can't be handled: its experts are spread over ranks "
+            "(expert parallelism) by "
+            "an implementation that doesn't skip dropped slots; load the model with "
+            "DistributedConfig(..., "
             'ep_implementation="paceline").'
         )
     if sighting.logits is not None and sighting.logits.shape[1] < count:

@@ -1,8 +1,8 @@
-"""Run a layer's experts on an assignment with dropped slots, so that a dropped slot costs no matmul.
+"""Run a layer's experts on an assignment so that a dropped slot costs no matmul.
 
 Transformers dispatches experts on `config._experts_implementation`. Where the implementation in use
-knows the sentinel of expert parallelism (an expert id equal to the number of experts), it is used as it
-is; otherwise only the kept (token, expert) pairs are given to it, one expert a row.
+knows the sentinel of expert parallelism (an expert id equal to the number of experts), it is used
+as it is; otherwise only the kept (token, expert) pairs are given to it, one expert a row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Execution:
     """How one layer's experts are run when slots were dropped.
 
     Attributes:
-        wide_ids: whether the router names ids beyond the experts, which cost nothing (zero experts).
+        wide_ids: whether the router names ids beyond the experts, which cost nothing (zero
+            experts).
     """
 
     def __init__(self, site: Site, sighting: Sighting, num_experts: int) -> None:
@@ -106,7 +107,7 @@ def _compacted(
 
 
 def _interface(experts: nn.Module) -> Any:
-    """The implementations that a class decorated by Transformers dispatches to, None for another class."""
+    """The implementations that a class decorated by Transformers dispatches to, else None."""
     if not hasattr(experts, "_is_expert_parallel") or not hasattr(experts, "config"):
         return None
     for cell in getattr(type(experts).forward, "__closure__", None) or ():
@@ -130,7 +131,8 @@ def _check_one_slot(site: Site, sighting: Sighting) -> None:
         fits = False
     if not fits:
         raise ValueError(
-            f"layer {site.name} can't be handled: its experts neither skip the id one past the last nor take "
+            f"layer {site.name} can't be handled: its experts neither skip the id one "
+            "past the last nor take "
             "one expert a token."
         )
 

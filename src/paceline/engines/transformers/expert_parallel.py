@@ -177,8 +177,13 @@ class PacelineEP(EPImplementation):  # type: ignore[misc]
         placement = ExpertPlacement.contiguous(self.num_local_experts * link.size, link.size)
         self.parallel = ExpertParallel(self.experts_forward, placement, link, self.shares_batch)
         experts.__dict__[EXPERT_PARALLEL] = self.parallel
+        self._experts = experts
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if self._experts.training and torch.is_grad_enabled():
+            raise RuntimeError(
+                f'ep_implementation="{NAME}" is for inference: call eval(), or train with "auto".'
+            )
         return self.parallel(hidden_states, top_k_index, top_k_weights)
 
 

@@ -1,4 +1,4 @@
-"""One attached MoE layer: counts what the model chose, routes it, and runs the experts on what is kept."""
+"""One attached MoE layer: counts the model's choice, routes it, runs experts on what is kept."""
 
 from __future__ import annotations
 
@@ -118,7 +118,8 @@ class AttachedLayer:
         """
         if self.unproven and self._router_call is not None:
             raise RuntimeError(
-                f"layer {self.name} can't be handled: its router ran, but not its experts' forward (is it "
+                f"layer {self.name} can't be handled: its router ran, but not its "
+                "experts' forward (is it "
                 "replaced by a kernel?); detach to go on without it."
             )
 
@@ -171,7 +172,8 @@ class AttachedLayer:
         if context is None or context.rows is None:
             if policy.pool != "batch" or policy.protect_first or policy.drop_first:
                 raise RuntimeError(
-                    f"layer {self.name} ran outside a forward of the attached model, so which request, "
+                    f"layer {self.name} ran outside a forward of the attached model, so "
+                    "which request, "
                     f"position and modality a token has is unknown, which {policy} needs."
                 )
             valid = None
@@ -221,7 +223,8 @@ class AttachedLayer:
         if per_token.dtype is torch.bool and bool(per_token.all()):
             return None  # no padding anywhere, so none here
         raise RuntimeError(
-            f"layer {self.name} sees {rows} rows of a batch of {list(context.shape or ())} tokens, and "
+            f"layer {self.name} sees {rows} rows of a batch of "
+            f"{list(context.shape or ())} tokens, and "
             "which tokens they are is unknown: allowed is a batch without padding, or no policy."
         )
 

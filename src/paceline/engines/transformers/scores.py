@@ -1,8 +1,9 @@
 """A router's scoring rule, found by looking at what it does with random rows.
 
-The gate score s[t, e] of SPEC is the model's own scoring function of the router's logits, before top-k
-renormalisation and scaling. Whatever an architecture does afterwards, the weights of the experts it
-chose are proportional to their scores, token by token; so the rule is the one for which they are.
+The gate score s[t, e] of SPEC is the model's own scoring function of the router's logits, before
+top-k renormalisation and scaling. Whatever an architecture does afterwards, the weights of the
+experts it chose are proportional to their scores, token by token; so the rule is the one for which
+they are.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Scoring:
         expands: whether an extra's weight is known as well (score times the token's own scale).
         reason: why `rule` is None or `expands` is False; empty where all is well.
         num_experts: experts that have a score; the router may know further classes.
-        gate: the router's linear map where logits come rounded and can be computed again in float32.
+        gate: the router's linear map where logits come rounded and can be computed again in
+            float32.
     """
 
     rule: str | None
@@ -132,7 +134,7 @@ def _chosen(
 
 
 def _disproportion(sighting: Sighting, rule: Callable[[Tensor], Tensor], num_experts: int) -> float:
-    """Largest relative spread of weight / score, within a token (or, with k = 1, over all tokens)."""
+    """Largest relative spread of weight / score within a token (with k = 1, over all tokens)."""
     weights, chosen, known = _chosen(sighting, rule, num_experts)
     if not bool(known.any()) or bool((chosen[known] <= 0).any()):
         return torch.inf

@@ -1,0 +1,154 @@
+"""How many places every unit has: what is capped, tables that never change, capacities."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from functools import lru_cache
+from math import ceil
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from paceline.placement import ExpertPlacement
+from paceline.policy import CapacityPolicy, Unit
+from paceline.routing.capacity import INT64_MAX, capacities, tokens_needed
+from paceline.routing.constants import table
+from paceline.routing.inputs import RoutingInputs
+from paceline.routing.lazy import lazy
+from paceline.routing.pools import TokenPools, token_pools
+from paceline.routing.priority import priority_key
+
+
+class Units:
+    """What a placement and a unit fix once and for all. Made by `units_of`, which keeps it.
+
+    Attributes:
+        count: units.
+        num_experts: experts of the layer, E.
+        of_expert: [experts + 1] the unit of each expert; the last entry: no unit.
+        sizes: the different numbers of experts that units host, ascending.
+        size_of: [units] index of each unit's size in `sizes`.
+        size_of_expert: [experts + 1] index in `sizes` of the unit of each expert; the last: any.
+    """
+
+    def __init__(self, placement: ExpertPlacement) -> None:
+        self.count, self.num_experts = placement.num_devices, placement.num_experts
+        self.of_expert = (*placement.expert_to_device, self.count)
+        self.sizes = tuple(sorted(set(placement.sizes)))
+        self.size_of = tuple(self.sizes.index(size) for size in placement.sizes)
+        self.size_of_expert = (*(self.size_of[unit] for unit in placement.expert_to_device), 0)
+
+
+@lru_cache(maxsize=256)
+def units_of(placement: ExpertPlacement, unit: Unit) -> Units:
+    """The units that a policy caps under this placement."""
+    if unit == "expert":
+        placement = ExpertPlacement.per_expert(placement.num_experts)
+    return Units(placement)
+
+
+@lru_cache(maxsize=1024)
+def places_on_host(units: Units, factor: Fraction, k: int, tokens: int) -> npt.NDArray[np.int64]:
+    """[units] places where the number of tokens is known on the host. Not to be written to."""
+    per_expert = factor * tokens * k / units.num_experts
+    by_size = [min(ceil(per_expert * size), INT64_MAX) for size in units.sizes]
+    return np.array([by_size[size] for size in units.size_of], dtype=np.int64)
+
+
+class Budget:
+    """Everything about one call that bounds it, computed when asked for.
+
+    Attributes:
+        inputs: of the layer.
+        policy: what to bound and what to keep.
+        placement: of the experts.
+        units: what is capped.
+    """
+
+    def __init__(
+        self, inputs: RoutingInputs, policy: CapacityPolicy, placement: ExpertPlacement
+    ) -> None:
+        self.inputs, self.policy, self.placement = inputs, policy, placement
+        self.rows, self.k = inputs.topk_ids.shape
+        self.num_experts = placement.num_experts
+        self.units = _uncached_units(placement, policy.unit)
+
+    @property
+    def slots(self) -> int:
+        """Slots of a bounded assignment: k, and the most extras that the policy allows a token."""
+        policy, largest = self.policy, max(self.placement.sizes)
+        if policy.expand is None:
+            return self.k
+        widest = {"own_device": largest, "visited_devices": self.k * largest}
+        limit = self.num_experts if policy.expand_limit is None else policy.expand_limit
+        return self.k + min(limit, widest.get(policy.expand, limit), self.num_experts)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tokens are."""
+        return self.inputs.topk_ids.device
+
+    @property
+    def unit_of_expert(self) -> Tensor:
+        """[experts + 1] int64 unit of each expert; the last entry: no unit."""
+        return table(self.units.of_expert, self.inputs.topk_ids)
+
+    @lazy
+    def pools(self) -> TokenPools:
+        """The tokens that share one budget."""
+        pool = self.policy.pool if self.policy.caps else "batch"
+        return token_pools(self.inputs, pool, self.placement.num_devices)
+
+    @lazy
+    def priority(self) -> Tensor | None:
+        """[tokens] int64 priority keys, smaller is kept first; None where all are alike."""
+        return priority_key(self.inputs, self.policy)
+
+    @property
+    def tokens_needed(self) -> int:
+        """The fewest valid tokens of a forward that is capped."""
+        enough = self.policy.resolved_min_expert_load(self.device.type)
+        return tokens_needed(enough, self.k, self.num_experts)
+
+    @lazy
+    def capped(self) -> Tensor:
+        """0-d bool: whether this forward is capped at all."""
+        if not self.policy.caps:
+            return torch.zeros((), dtype=torch.bool, device=self.device)
+        capped = self.pools.total >= self.tokens_needed
+        if self.policy.phase == "prefill" and self.inputs.token_decode is not None:
+            prompt, valid = ~self.inputs.token_decode, self.inputs.valid
+            capped = capped & (prompt if valid is None else prompt & valid).any()
+        return capped
+
+    def capacity(self, factor: Fraction | None) -> Tensor:
+        """[pools, units] int64 places; the largest int64 where nothing is capped."""
+        if factor is None:
+            shape = (self.pools.count, self.units.count)
+            return torch.full(shape, INT64_MAX, dtype=torch.int64, device=self.device)
+        return self._by_size(factor)[:, table(self.units.size_of, self.inputs.topk_ids)]
+
+    def places(self, factor: Fraction, ids: Tensor) -> Tensor:
+        """Places that the unit of each expert in `ids` has, broadcastable to [tokens, slots]."""
+        by_size = self._by_size(factor)
+        pool = self.pools.of_token
+        if by_size.numel() == 1:
+            return by_size
+        size = table(self.units.size_of_expert, ids)[ids]
+        return by_size.flatten()[size] if pool is None else by_size[pool.unsqueeze(1), size]
+
+    def _by_size(self, factor: Fraction) -> Tensor:
+        """[pools, sizes] int64 places of a unit of each size."""
+        per_expert = factor * Fraction(self.k, self.num_experts)
+        tokens = self.pools.sizes
+        places = [capacities(per_expert * size, tokens) for size in self.units.sizes]
+        return torch.where(self.capped, torch.stack(places, dim=1), INT64_MAX)
+
+
+def _uncached_units(placement: ExpertPlacement, unit: Unit) -> Units:
+    # a cache is no business of a compiler's, which warns of it
+    if torch.compiler.is_compiling():
+        return units_of.__wrapped__(placement, unit)
+    return units_of(placement, unit)

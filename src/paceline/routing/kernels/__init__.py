@@ -1,0 +1,1 @@
+"""Backends of the selection, one module each; `paceline.routing.selection` chooses among them."""

@@ -1,0 +1,220 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+"""The loops of the native backend, in the subset of Python that numba compiles."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+
+BY_SLOT, BY_EXPERT, KEYS = 0, 1, 2
+"""Where the metric of an assignment is: a float by slot, a float by expert, a key by slot."""
+
+
+def _compiled(function: Callable[..., Any]) -> Any:
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+    try:
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError:  # there is no folder to keep it in
+        return numba.njit(**options)(function)
+
+
+@_compiled
+def choose(
+    ids, weights, first, last, valid, pool, priority, metric, kind,
+    unit_of, units, places, taken, keys, kept_ids, kept_weights, kept,
+):  # fmt: skip
+    """Keep the best of slots [first, last) in each group, pool * units + unit.
+
+    Args:
+        ids: [T, S] int64 experts; outside [0, experts): no assignment.
+        weights: [T, S] as integers of their width.
+        valid, pool, priority: [T], or empty: all valid, one pool, all alike.
+        metric: [T, W] int32 bits, see `kind`.
+        unit_of: [experts] unit of each expert.
+        places: [groups] places; of which `taken` [groups] are so already. Counted on.
+        keys: [T * S + 1] scratch, of 32 bits, or of 64 to hold a priority too.
+        kept_ids, kept_weights, kept: [T, S], written.
+    """
+    # unsigned, as a signed index costs a test for counting from the end
+    rows, first, width = np.uint64(ids.shape[0]), np.uint64(first), np.uint64(last - first)
+    experts, groups = unit_of.size, places.size
+    group = np.empty((rows, width), np.uint32)
+    size = np.zeros(groups + 1, np.int64)
+    for t in range(rows):
+        base = pool[t] * units if pool.size else 0
+        live = valid.size == 0 or valid[t]
+        for j in range(width):
+            e = ids[t, first + j]
+            g = np.uint32(groups)
+            if live and 0 <= e < experts:
+                g = np.uint32(base + unit_of[e])
+            group[t, j] = g
+            size[g] += 1
+
+    # Below nothing branches on the data: which groups are overfull and who stays is anybody's
+    # guess, and a wrong guess costs more than the work. A group that is not overfull puts its keys
+    # on the scratch cell 0, and its bound lets all of them through.
+    start = np.zeros(groups + 1, np.uint32)
+    step = np.zeros(groups + 1, np.uint32)
+    total = 1
+    for g in range(groups):
+        room = max(places[g] - taken[g], 0)
+        if size[g] > room:
+            start[g], step[g] = total, 1
+            total += size[g]
+            size[g] = room
+        taken[g] += size[g]
+    bound = np.full(groups + 1, np.uint64(1) << np.uint64(63))  # keys below it stay,
+    bound[groups] = 0
+    ties = np.zeros(groups + 1, np.int64)  # and so many of those that equal it
+
+    if total > 1:
+        end = start.copy()
+        for t in range(rows):
+            rank = np.uint64(priority[t]) << np.uint64(32) if priority.size else np.uint64(0)
+            for j in range(width):
+                g = group[t, j]
+                column = first + j
+                if kind == BY_EXPERT:
+                    column = np.uint64(ids[t, column] if g < groups else 0)
+                bits = metric[t, column]
+                key = np.uint32(bits) if kind == KEYS else _descending(bits)
+                p = end[g]
+                keys[p] = rank | np.uint64(key)
+                end[g] = p + step[g]
+        for g in range(groups):
+            if step[g]:
+                bound[g] = 0
+                if size[g]:
+                    bound[g], ties[g] = _last_place(keys[start[g] : end[g]], size[g])
+
+    for t in range(rows):
+        for j in range(width):
+            g = group[t, j]
+            p = start[g]
+            start[g] = p + step[g]
+            key = keys[p]
+            keep = key < bound[g]
+            if key == bound[g]:
+                keep = ties[g] > 0
+                ties[g] -= 1
+            kept[t, first + j] = keep
+            kept_ids[t, first + j] = ids[t, first + j] if keep else experts
+            kept_weights[t, first + j] = weights[t, first + j] if keep else 0
+
+
+@_compiled
+def extend(
+    ids, weights, scores, valid, row_of, table, device_of, visited, limit, all_ids, extra_weights
+):  # fmt: skip
+    """Each token's own choice, then its `limit` best extras; see `candidates`.
+
+    Args:
+        ids, weights: [T, k] of the model, the weights as floats.
+        scores: [T, E] float32.
+        valid: [T], or empty: all.
+        row_of: [T] row of `table` with a token's candidates, or empty: row 0.
+        table: [rows, candidates] ascending experts, E where there is none.
+        device_of: [E] device of each expert.
+        visited: only experts on a device that a token has a choice on.
+        all_ids: [T, k + limit], written; E where nothing is offered.
+        extra_weights: [T, limit] float32, written.
+    """
+    rows, k = ids.shape
+    experts = device_of.size
+    chosen, seen = np.zeros(experts, np.int64), np.zeros(experts + 1, np.int64)
+    score, expert = np.empty(table.shape[1], np.float32), np.empty(table.shape[1], np.int64)
+    place = np.empty(table.shape[1], np.int64)
+    for t in range(rows):
+        live = valid.size == 0 or valid[t]
+        weight_sum = score_sum = 0.0
+        for j in range(k):
+            e = ids[t, j]
+            if live and 0 <= e < experts:
+                weight_sum += np.float64(weights[t, j])
+                score_sum += np.float64(scores[t, e])
+                chosen[e] = seen[device_of[e]] = t + 1
+            else:
+                e = experts
+            all_ids[t, j] = e
+        for j in range(limit):
+            all_ids[t, k + j], extra_weights[t, j] = experts, 0
+        if not (0 < weight_sum < np.inf and 0 < score_sum < np.inf):
+            continue
+        count = 0
+        row = row_of[t] if row_of.size else 0
+        for c in range(table.shape[1]):
+            e = table[row, c]
+            if e < experts:
+                s = scores[t, e]
+                score[count], expert[count] = s, e
+                allowed = (s > -np.inf) & (chosen[e] != t + 1)  # NaN is not > anything
+                count += allowed & (not visited or seen[device_of[e]] == t + 1)
+        for a in range(count):
+            place[a] = 0
+            for b in range(a):  # ties go to the smaller expert, which comes first
+                ahead = score[b] >= score[a]
+                place[a] += ahead
+                place[b] += not ahead
+        for a in range(count):
+            if place[a] < limit:
+                all_ids[t, k + place[a]] = expert[a]
+                extra = np.float64(score[a]) * weight_sum / score_sum
+                extra_weights[t, place[a]] = np.float32(extra)
+
+
+@_compiled
+def _descending(bits):
+    """A float32's bits as a key that is smaller where the float is larger; see `metrics`."""
+    if (bits & 0x7FFFFFFF) > 0x7F800000:  # NaN
+        return np.uint32(0xFFFFFFFF)
+    if bits == -0x80000000:  # -0.0
+        bits = 0
+    return np.uint32(0x7FFFFFFF - (bits ^ ((bits >> 31) & 0x7FFFFFFF)))
+
+
+@_compiled
+def _last_place(keys, places):
+    """The key of the last of `places` best, and how many of those that tie with it stay."""
+    least = most = keys[0]
+    for key in keys:
+        least, most = min(least, key), max(most, key)
+    low, high = np.uint64(least), np.uint64(most)  # the key is in [low, high],
+    below = 0  # and so many are < low
+    while low < high:
+        middle = low + ((high - low) >> np.uint64(1))
+        count = _count(keys, middle)
+        if count == places:
+            return middle, count
+        if count > places:
+            high = middle
+        else:
+            low, below = middle + np.uint64(1), count
+    return low, places - below
+
+
+@_compiled
+def _count(keys, bound):
+    """How many keys are at most `bound`."""
+    word = keys.dtype.type  # one width throughout, for the vector units
+    bound, count = word(bound), word(0)
+    for i in range(keys.size):
+        count = word(count + word(keys[i] <= bound))
+    return np.int64(count)
+
+
+def announce() -> None:
+    """Say in the log that the first call will compile, where no earlier one left anything."""
+    folder = Path(choose.stats.cache_path or "")
+    if not any(folder.glob("jit.choose-*.nbi")):
+        logging.getLogger("paceline").info(
+            "Compiling the CPU router, once for this machine (some seconds); kept in %s.", folder
+        )
+
+
+announce()

@@ -1,0 +1,156 @@
+"""The selection on CPU tensors, compiled by numba on first use (the extra `fast`).
+
+Work grows with the number of assignments alone: count per group (a unit of a pool); a group within
+its places keeps everything and is never looked at again; for the others gather 32-bit keys, bisect
+for the key of the last place (counting keys is what vector units do best), and share out its ties
+in token order. The first call on a machine compiles for some seconds; the result is kept on disk.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from paceline.placement import ExpertPlacement
+from paceline.routing.budget import Budget, Units, places_on_host
+from paceline.routing.candidates import Candidates
+from paceline.routing.capacity import INT64_MAX
+from paceline.routing.kernels import plain
+from paceline.routing.kernels.jit import BY_EXPERT, BY_SLOT, KEYS, choose, extend
+from paceline.routing.metrics import metric_key, require_scores
+from paceline.routing.pools import token_devices
+from paceline.routing.selection import Kept
+
+Array = npt.NDArray[Any]
+
+_NO_FLAGS, _NO_NUMBERS = np.zeros(0, np.bool_), np.zeros(0, np.int64)
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+_WIDEST = 64
+"""Candidates a token beyond which torch sorts them: here the work grows with their square."""
+
+
+def expanded(budget: Budget) -> Candidates:
+    """See `paceline.routing.selection.Backend`."""
+    inputs, policy, placement = budget.inputs, budget.policy, budget.placement
+    table = _candidates_of(placement, policy.expand == "own_device")
+    if inputs.scores is None or table.shape[1] > _WIDEST or not _array(budget.capped):
+        return plain.expanded(budget)
+    row_of = _NO_NUMBERS
+    if policy.expand == "own_device":
+        row_of = _array(token_devices(inputs, placement.num_devices, 'expand="own_device"'))
+    limit = budget.slots - budget.k
+    weights = inputs.topk_weights
+    ids = torch.empty((budget.rows, budget.slots), dtype=torch.int64)
+    extra_weights = torch.empty((budget.rows, limit))
+    extend(
+        _array(inputs.topk_ids.long()),
+        _array(weights if weights.dtype is torch.float64 else weights.float()),
+        _array(inputs.scores.float()),
+        _NO_FLAGS if inputs.valid is None else _array(inputs.valid),
+        row_of, table, _device_of(placement), policy.expand == "visited_devices", limit,
+        ids.numpy(), extra_weights.numpy(),
+    )  # fmt: skip
+    weights = torch.cat([weights, extra_weights.to(weights.dtype)], 1)
+    return Candidates(inputs, budget.num_experts, ids, weights)
+
+
+@lru_cache(maxsize=256)
+def _candidates_of(placement: ExpertPlacement, by_device: bool) -> Array:
+    """[devices or 1, candidates] ascending experts of each device, or all; E for none."""
+    experts = placement.num_experts
+    if not by_device:
+        return np.arange(experts)[None]
+    table = np.full((placement.num_devices, max(placement.sizes)), experts)
+    for device in range(placement.num_devices):
+        table[device, : placement.sizes[device]] = placement.experts_of(device)
+    return table
+
+
+@lru_cache(maxsize=256)
+def _device_of(placement: ExpertPlacement) -> Array:
+    return np.array(placement.expert_to_device)
+
+
+def keep_best(budget: Budget, candidates: Candidates, fill: bool = False) -> Kept:
+    """See `paceline.routing.selection.Backend`."""
+    policy, units = budget.policy, budget.units
+    ids = candidates.ids.long().contiguous()
+    factors = [policy.factor, policy.fill_factor] if fill else [policy.factor]
+    if policy.pool == "batch":
+        pool, places = _NO_NUMBERS, _places_of_batch(budget, factors)
+    else:
+        pools = budget.pools
+        assert pools.of_token is not None
+        pool, sizes = _array(pools.of_token), _array(pools.sizes)
+        count = int(sizes.nonzero()[0][-1]) + 1 if sizes.any() else 0
+        if count * units.count > 4 * ids.numel():  # a table of groups would outgrow the tokens
+            return plain.keep_best(budget, candidates, fill)
+        places = [_array(budget.capacity(factor))[:count].ravel() for factor in factors]
+    valid = budget.inputs.valid
+    priority = _NO_NUMBERS if budget.priority is None else _array(budget.priority)
+    metric, kind = _metric(budget, candidates)
+    keys = np.zeros(ids.numel() + 1, np.uint64 if priority.size else np.uint32)
+
+    weights = candidates.weights.contiguous()
+    bits = _BITS[weights.element_size()]
+    kept_ids, kept_weights = torch.empty_like(ids), torch.empty_like(weights)
+    kept = torch.empty(ids.shape, dtype=torch.bool)
+    taken = np.zeros(places[0].size, np.int64)
+    bounds = [(0, candidates.k), (candidates.k, ids.shape[1])] if fill else [(0, ids.shape[1])]
+    for (first, last), table in zip(bounds, places, strict=True):
+        choose(
+            ids.numpy(), _array(weights.view(bits)), first, last,
+            _NO_FLAGS if valid is None else _array(valid), pool, priority, metric, kind,
+            _unit_of(units), units.count, table, taken, keys,
+            kept_ids.numpy(), kept_weights.view(bits).numpy(), kept.numpy(),
+        )  # fmt: skip
+    return Kept(kept_ids, kept_weights, kept)
+
+
+def _metric(budget: Budget, candidates: Candidates) -> tuple[Array, int]:
+    """What ranks the assignments, and where each finds its own."""
+    inputs, keep = budget.inputs, budget.policy.keep
+    if keep == "score" and inputs.scores is not None:
+        return _array(inputs.scores.float()).view(np.int32), BY_EXPERT
+    if keep == "score":
+        return _array(require_scores(candidates.scores)).view(np.int32), BY_SLOT
+    if keep == "weight":
+        return _array(candidates.weights.float()).view(np.int32), BY_SLOT
+    return _array(metric_key(budget.policy, candidates, budget.pools.rank).int()), KEYS
+
+
+def _places_of_batch(budget: Budget, factors: list[Any]) -> list[Array]:
+    """[units] places for each factor, where all tokens share one budget."""
+    inputs, policy = budget.inputs, budget.policy
+    valid = None if inputs.valid is None else _array(inputs.valid)
+    tokens = budget.rows if valid is None else int(np.count_nonzero(valid))
+    capped = tokens >= budget.tokens_needed
+    if capped and policy.phase == "prefill" and inputs.token_decode is not None:
+        prompt = ~_array(inputs.token_decode)
+        capped = bool((prompt if valid is None else prompt & valid).any())
+    if not capped:
+        return [_unbounded(budget.units)] * len(factors)
+    return [places_on_host(budget.units, factor, budget.k, tokens) for factor in factors]
+
+
+@lru_cache(maxsize=256)
+def _unbounded(units: Units) -> Array:
+    return np.full(units.count, INT64_MAX)
+
+
+@lru_cache(maxsize=256)
+def _unit_of(units: Units) -> Array:
+    return np.array(units.of_expert[:-1])
+
+
+def _array(tensor: Tensor) -> Array:
+    """The tensor's own memory, in C order."""
+    array: Array = tensor.detach().contiguous().numpy()
+    return array

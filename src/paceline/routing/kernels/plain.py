@@ -1,0 +1,83 @@
+"""The selection in plain torch, for any device: one sort of packed integers. The reference."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.routing.assignment import unit_groups
+from paceline.routing.budget import Budget
+from paceline.routing.candidates import Candidates, expanded_candidates
+from paceline.routing.metrics import KEY_BITS, metric_key
+from paceline.routing.pools import position_in_run
+from paceline.routing.priority import PRIORITY_BITS
+from paceline.routing.selection import Kept
+
+
+def expanded(budget: Budget) -> Candidates:
+    """The model's own choice and the extras that the policy allows."""
+    return expanded_candidates(budget.inputs, budget.policy, budget.placement, budget.capped)
+
+
+def keep_best(budget: Budget, candidates: Candidates, fill: bool = False) -> Kept:
+    """See `paceline.routing.selection.Backend`."""
+    policy = budget.policy
+    assert policy.factor is not None
+    places = budget.places(policy.factor, candidates.safe_ids)
+    if fill:
+        slots = torch.arange(candidates.ids.shape[1], device=budget.device)
+        extra = slots >= candidates.k
+        places = torch.where(extra, budget.places(policy.fill_factor, candidates.safe_ids), places)
+    kept = first_of_each_group(
+        unit_groups(budget, candidates.safe_ids, candidates.offered),
+        budget.pools.count * budget.units.count,
+        places,
+        metric_key(policy, candidates, budget.pools.rank),
+        budget.priority,
+        genuine_slots=candidates.k if fill else None,
+    )
+    return Kept.of(candidates, kept)
+
+
+def first_of_each_group(
+    group: Tensor,
+    num_groups: int,
+    capacity: Tensor,
+    key: Tensor,
+    priority_key: Tensor | None = None,
+    genuine_slots: int | None = None,
+) -> Tensor:
+    """Whether each assignment is among the first `capacity` of its group.
+
+    One sort of packed integers: group | extra | priority | key. The sort is stable and rows are in
+    token order, so ties fall to the smaller token, then the smaller slot.
+
+    Args:
+        group: [tokens, slots] int64 unit of a pool, in [0, num_groups); num_groups: no assignment.
+        num_groups: units times pools.
+        capacity: int64, broadcastable to [tokens, slots]: places in the assignment's group, as
+            this assignment may count them.
+        key: [tokens, slots] int64 in [0, 2 ** 32), smaller first.
+        priority_key: [tokens] int64 in [0, 2 ** 9), smaller first, decided before `key`.
+        genuine_slots: slots from this one on come after all others of the group.
+
+    Returns:
+        [tokens, slots] bool.
+    """
+    major, minor, minor_bits = group, key, KEY_BITS
+    if priority_key is not None:
+        minor = (priority_key.unsqueeze(1) << minor_bits) | minor
+        minor_bits += PRIORITY_BITS
+    if genuine_slots is not None:
+        extra = torch.arange(group.shape[1], device=group.device) >= genuine_slots
+        minor = (extra.long() << minor_bits) | minor
+        minor_bits += 1
+    if num_groups < 1 << (63 - minor_bits):
+        packed, order = torch.sort(((major << minor_bits) | minor).flatten(), stable=True)
+        ordered_group = packed >> minor_bits
+    else:  # too many groups for one word: two stable sorts, the minor one first
+        order = torch.sort(minor.flatten(), stable=True).indices
+        ordered_group, by_group = torch.sort(major.flatten()[order], stable=True)
+        order = order[by_group]
+    rank = torch.empty_like(order).scatter_(0, order, position_in_run(ordered_group))
+    return (rank.view_as(group) < capacity) & (group < num_groups)

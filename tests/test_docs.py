@@ -1,0 +1,50 @@
+"""The docs name what is there: modules, verbs, links and measured files."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+
+
+def first_paragraph(module: Path) -> str:
+    text = ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or ""
+    return text.split("\n\n")[0].replace("\n", " ")
+
+
+def test_structure_has_the_first_sentence_of_every_module() -> None:
+    package = ROOT / "src" / "paceline"
+    modules = sorted(package.rglob("*.py"))
+    rows = [f"| `{m.relative_to(package)}` | {first_paragraph(m)} |" for m in modules]
+    page = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
+    assert page.rstrip().split("|---|---|\n")[-1].splitlines() == rows
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, heading = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        if heading:
+            titles = re.findall(r"^#+ (.+)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", t.lower()).replace(" ", "-") for t in titles}
+            assert heading in slugs, f"{page.name} links to {target}"
+
+
+def test_the_readme_lists_every_verb() -> None:
+    from paceline.cli.app import app
+
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    commands = [c.name or c.callback.__name__ for c in app.registered_commands if c.callback]
+    groups = [str(g.name or g.typer_instance.info.name) for g in app.registered_groups]
+    for verb in {*commands, *groups} - {"version"}:
+        assert f"`paceline {verb}" in readme, verb
