@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 WORKERS ?= 2
 
-.PHONY: help setup demo test lint format model clean
+.PHONY: help setup demo test lint format docs model clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -35,6 +35,10 @@ lint: setup  ## style, types and formatting
 format: setup  ## rewrite the code in the project's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: setup  ## write the generated parts of docs/: the tables of modules and of architectures
+	$(BIN)/python docs/modules.py
+	HF_HUB_OFFLINE=1 $(BIN)/python tests/engines/support_matrix.py --write
 
 model: setup  ## train the demo model again, about 80 minutes on two cores
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/train_demo_model.py all

@@ -12,6 +12,7 @@ from torch import Tensor
 
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5",
            "#9c6b4e")  # fmt: skip
+WINDOW = 256  # tokens of a training and evaluation sequence
 HARDWARE = "2 cores of an AMD EPYC"
 
 
@@ -118,8 +119,9 @@ def _runs(runs: list[dict[str, Any]]) -> str:
     lines = []
     for i, run in enumerate(runs):
         start = f"resumed at step {run['from_step']:,}, optimizer moments anew" if i else "started"
+        budget = f"schedule over {run['minutes']:.0f} minutes in all"
         coefficient = f"balance loss coefficient {run['balance_loss_coefficient']}"
-        lines.append(f"- {start}: {coefficient}, CPU threads: {run['threads']}")
+        lines.append(f"- {start}: {budget}, {coefficient}, CPU threads: {run['threads']}")
     return "\n".join(lines)
 
 
@@ -145,7 +147,8 @@ Made by `examples/train_demo_model.py`, which repeats every step from public pac
 Packages were unpacked, not installed. Held-out documents were set aside before the tokenizer was
 trained. Training lines of 60 or more characters that also occur in the held-out text of the same
 domain were removed; the last column is the share of held-out lines of 30 or more characters that
-still occur in that domain's training text (stock phrases of code).
+still occur in that domain's training text (stock phrases of code). The german and french texts are
+messages of programs, so some are short and some half English.
 
 {sources}
 
@@ -155,7 +158,7 @@ Licence texts that the sources ask to keep are in [NOTICE](NOTICE).
 
 ## Training
 {tokens:.1f} million tokens in {steps:,} steps, {minutes:.0f} minutes on {hardware}
-({speed:,.0f} tokens a second).
+that other work shared ({speed:,.0f} tokens a second).
 
 {recipe}
 
@@ -182,21 +185,21 @@ token chooses: {unused}.
 def write(folder: Path, state: dict[str, Any], manifest: dict[str, Any],
           figures: dict[str, Any]) -> None:  # fmt: skip
     """Write README.md, training.json and training_curve.svg into folder from measured figures."""
-    last = state["curve"][-1]
+    seen = state["step"] * 6 * WINDOW  # tokens
     mixed = torch.tensor(figures["mixed"]["loads"])  # [layers, experts]
     tokens = sum(f["held_out_tokens"] for f in figures["domains"].values())
     notes = {n: note for e in manifest.values() for _, n, _, _, note in e["sources"] if note}
     settings = [[k.replace("_", " "), str(v)] for k, v in state["recipe"].items()]
     text = CARD.format(
         millions=figures["parameters"] / 1e6,
-        window=256,
+        window=WINDOW,
         sources=_sources(manifest),
         notes="\n".join(f"- `{name}`: {note}" for name, note in notes.items()),
-        tokens=last["tokens"] / 1e6,
-        steps=last["step"],
-        minutes=last["seconds"] / 60,
+        tokens=seen / 1e6,
+        steps=state["step"],
+        minutes=state["seconds"] / 60,
         hardware=HARDWARE,
-        speed=last["tokens"] / last["seconds"],
+        speed=seen / state["seconds"],
         recipe=_table(["setting", "value"], settings),
         runs=_runs(state["runs"]),
         perplexity=_perplexity(figures),
@@ -209,6 +212,9 @@ def write(folder: Path, state: dict[str, Any], manifest: dict[str, Any],
     (folder / "training_curve.svg").write_text(curve_svg(state["curve"]), encoding="utf-8")
     record = {
         "hardware": HARDWARE,
+        "steps": state["step"],
+        "tokens": seen,
+        "seconds": round(state["seconds"], 1),
         "recipe": state["recipe"],
         "runs": state["runs"],
         "data": manifest,

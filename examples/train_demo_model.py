@@ -135,7 +135,8 @@ def train(
         state = json.loads((BUILD / "snapshot" / "state.json").read_text())
         curve, start, spent = state["curve"], state["step"], state["seconds"]
         runs = state["runs"]
-    runs.append({"from_step": start, "threads": threads, "balance_loss_coefficient": balance})
+    settings = {"minutes": minutes, "threads": threads, "balance_loss_coefficient": balance}
+    runs.append({"from_step": start, **settings})
     model.set_experts_implementation("grouped_mm")
     model.train()
     decay = [p for p in model.parameters() if p.dim() >= 2]
@@ -180,7 +181,7 @@ def train(
             loss_sum[domain] += float(losses[row].detach().mean())
             loss_count[domain] += 1
             loads[domain] += _loads(tuple(x[span].detach() for x in out.router_logits))
-        if step % 100 == 0 or done:
+        if step % 100 == 0:
             mixed = torch.stack(list(loads.values())).sum(0)
             point = {
                 "step": step,
@@ -208,7 +209,7 @@ def train(
                 "step": step,
                 "seconds": saved - clock,
                 "done": done,
-                "recipe": {**RECIPE, "minutes": minutes},
+                "recipe": RECIPE,
                 "runs": runs,
                 "curve": curve,
             }

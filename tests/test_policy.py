@@ -183,7 +183,7 @@ def test_unknown_fields_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["capacity_factor", "capacity_factor=", "=1", "capacity_factor=1;unit=device",
+    ["capacity_factor", "capacity_factor=", "drop_first=", "=1", "capacity_factor=1;unit=device",
      "capacity_factor=x",
      "capacity_factor=1,unit", "unit=node", "capacity_factor=1,capacity_factor=2",
      "capacity_factor=nan", "capacity_factor=0"],

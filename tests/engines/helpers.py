@@ -91,5 +91,5 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
         }
         hooks = {k: len(v) for k, v in m.__dict__.items() if k.endswith("_hooks") and v}
         flags = {"_is_expert_parallel": m.__dict__.get("_is_expert_parallel")}
-        found[name] = (m.forward.__func__, sorted(m.__dict__), plain, hooks, flags, m.training)
+        found[name] = (getattr(m.forward, "__func__", m.forward), sorted(m.__dict__), plain, hooks, flags, m.training)
     return found

@@ -275,3 +275,30 @@ def test_scores_of_a_half_precision_router_are_computed_in_float32() -> None:
     scores = seen[0].scores
     assert scores.dtype == torch.float32
     assert (scores != scores.bfloat16().float()).float().mean() > 0.9  # not rounded
+
+
+class Wrapper(torch.nn.Module):
+    """A model around a model, whose forward doesn't say what it takes."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.inner = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+def test_a_wrapped_model_tells_its_tokens_all_the_same() -> None:
+    given = tiny_models.inputs(pad=5)
+    wrapper = Wrapper(model_of("olmoe")).eval()
+    with attach(wrapper, CAP) as pace:
+        wrapper(given["input_ids"], given["attention_mask"])
+        assert [s.tokens for s in pace.stats().layers] == [43] * 3
+
+
+def test_a_forward_that_was_interrupted_leaves_no_tokens_behind() -> None:
+    model, given = model_of("olmoe"), tiny_models.inputs(pad=5)
+    with attach(model, CAP) as pace:
+        want = output(model, given)
+        pace._running._stack.append((model, context(input_ids=given["input_ids"][:1])))
+        assert torch.equal(output(model, given), want)

@@ -233,6 +233,25 @@ def test_a_forward_put_there_by_somebody_else_is_used_and_put_back() -> None:
         del experts.forward
 
 
+@pytest.mark.parametrize("how", ["eager", "grouped_mm", "batched_mm"])
+def test_models_that_accelerate_spread_over_devices_keep_their_hooks(how: str) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, given = tiny_models.build("mixtral"), tiny_models.inputs()
+    with attach(model, CAP):
+        want = model(**given).logits
+    for module in list(model.modules()):
+        if next(module.parameters(recurse=False), None) is not None:
+            hooks.add_hook_to_module(module, hooks.AlignDevicesHook("cpu", io_same_device=True))
+    model.set_experts_implementation(how)
+    before = fingerprint(model)
+    with attach(model, CAP):
+        counter, logits = counted(model, given)
+        torch.testing.assert_close(logits, want)
+        cap = capacity("1", 48, 2, 1, 8)
+        assert max(counter.rows("model.layers.0.mlp.experts")) == cap
+    assert fingerprint(model) == before
+
+
 def test_the_row_counter_sees_what_an_untouched_model_computes() -> None:
     """Without Paceline the instrument counts every assignment, whatever runs the experts."""
     from helpers import IMPLEMENTATIONS, choices, implementation, output

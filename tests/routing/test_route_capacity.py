@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from oracle import capacity_of
 
 from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, route
-from paceline.routing.capacity import _small_ratio, capacities
+from paceline.routing.capacity import small_ratio, capacities
 
 INT64_MAX = 2**63 - 1
 MANY = 20 * settings().max_examples
@@ -70,7 +70,7 @@ def test_the_small_ratio_is_the_next_one_up(ratio: Fraction, order: int) -> None
     """Of all fractions with a denominator up to `order`, the smallest that is not below."""
     ratio = max(ratio, Fraction(1, 10**6))
     smallest = min(Fraction(math.ceil(ratio * d), d) for d in range(1, order + 1))
-    assert Fraction(*_small_ratio(ratio, order)) == smallest
+    assert Fraction(*small_ratio(ratio, order)) == smallest
 
 
 @settings(max_examples=MANY)

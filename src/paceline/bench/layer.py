@@ -108,7 +108,7 @@ def emulate_layer(
                 inputs = load.gate(load.hidden)
                 ids, weights = decider(placement, source)(inputs, policy)
                 parts.append(split_by_device(load.hidden, ids, weights, placement.expert_to_device))
-                kept += int((ids < placement.num_experts).sum())
+                kept += int((ids[:, : load.shape.k] < placement.num_experts).sum())
                 total += inputs.topk_ids.numel()
                 mass += _mass(inputs, ids, placement.num_experts)
             work[name] = [

@@ -34,7 +34,7 @@ def capacities(ratio: Fraction, tokens: Tensor) -> Tensor:
     Returns:
         int64 tensor of the shape of `tokens`.
     """
-    numerator, denominator = _small_ratio(ratio, MAX_TOKENS)
+    numerator, denominator = small_ratio(ratio, MAX_TOKENS)
     whole, rest = divmod(numerator, denominator)
     # tokens * rest + denominator < 2 ** 62 + 2 ** 31
     part = torch.div(tokens * rest + (denominator - 1), denominator, rounding_mode="floor")
@@ -46,7 +46,7 @@ def capacities(ratio: Fraction, tokens: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def _small_ratio(ratio: Fraction, order: int) -> tuple[int, int]:
+def small_ratio(ratio: Fraction, order: int) -> tuple[int, int]:
     """The smallest fraction >= ratio whose denominator is at most `order`, >= 1."""
     if ratio.denominator <= order:
         return ratio.numerator, ratio.denominator

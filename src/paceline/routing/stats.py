@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.placement import ExpertPlacement
 from paceline.routing.assignment import Assignment, count_experts
 
-_FLUSH_FORWARDS, _FLUSH_ROWS = 64, 1 << 16
+_FLUSH_FORWARDS, _FLUSH_ROWS = 256, 1 << 16
 """Uncapped forwards are counted in bulk: a decode step then costs one list append."""
 
 _COUNTS = ("forwards", "capped", "tokens", "dropped", "extras")
@@ -166,18 +166,23 @@ class LoadAccumulator:
     def _count(self, pending: list[tuple[Tensor, Tensor | None]]) -> None:
         """Count some forwards, all in one pass of [forwards, experts] tables."""
         experts = self.placement.num_experts
-        forward = torch.cat(  # of each row; made on the device, so that nothing waits for it
-            [torch.full((len(ids),), i, device=self._device) for i, (ids, _) in enumerate(pending)]
-        )
-        ids = torch.cat([ids.to(self._device, torch.int64) for ids, _ in pending])
-        valid = torch.cat(
-            [
-                torch.ones(len(ids), dtype=torch.bool, device=self._device)
-                if valid is None
-                else valid.to(self._device)
-                for ids, valid in pending
-            ]
-        )
+        rows = [ids.shape[0] for ids, _ in pending]
+        if len(set(rows)) == 1:  # decode steps: few operations however many they are
+            forward = torch.arange(len(rows), device=self._device).repeat_interleave(rows[0])
+        else:  # of each row; made on the device, so that nothing waits for it
+            forward = torch.cat(
+                [torch.full((n,), i, device=self._device) for i, n in enumerate(rows)]
+            )
+        ids = torch.cat([ids for ids, _ in pending]).to(self._device, torch.int64)
+        if all(valid is None for _, valid in pending):
+            valid = torch.ones_like(forward, dtype=torch.bool)
+        else:
+            valid = torch.cat(
+                [
+                    torch.ones(n, dtype=torch.bool, device=ids.device) if valid is None else valid
+                    for n, (ids, valid) in zip(rows, pending, strict=True)
+                ]
+            ).to(self._device)
         counted = (ids >= 0) & (ids < experts) & valid.unsqueeze(1)
         loads = count_experts(ids + forward.unsqueeze(1) * experts, counted, len(pending) * experts)
         loads = loads.view(len(pending), experts)

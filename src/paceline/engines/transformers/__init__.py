@@ -4,10 +4,10 @@ from paceline.engines.transformers.attach import (
     LayerSupport,
     ModelStats,
     Pace,
-    SharedBudgetWarning,
     attach,
 )
 from paceline.engines.transformers.config import load_policy, save_policy
+from paceline.engines.transformers.running import SharedBudgetWarning
 
 __all__ = [
     "LayerSupport",

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from paceline.engines.transformers.checks import (
@@ -17,15 +15,10 @@ from paceline.engines.transformers.checks import (
     check_model,
     placement_of,
 )
-from paceline.engines.transformers.context import (
-    ForwardContext,
-    TokenSource,
-    forward_models,
-    named_arguments,
-    parameter_names,
-)
+from paceline.engines.transformers.context import TokenSource, forward_models
 from paceline.engines.transformers.discovery import find_sites, observe, spread_over_ranks
 from paceline.engines.transformers.layer import AttachedLayer
+from paceline.engines.transformers.running import Running
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing.stats import LayerStats
@@ -58,75 +51,6 @@ class ModelStats:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
         return {"policy": self.policy, "layers": [layer.to_dict() for layer in self.layers]}
-
-
-class SharedBudgetWarning(UserWarning):
-    """Requests of one batch share a budget, so what one gets depends on the others."""
-
-
-class Running:
-    """What the layers of one attached model share: the policy and the forward that is running.
-
-    Attributes:
-        policy: in force.
-        routes: whether the policy can drop anything, or count what would be dropped.
-        context: of the running forward, None outside one.
-        step: number of the forward, from 0, counted while keep="random" asks for it; a tensor, so
-            that a compiled model isn't compiled anew for every forward.
-        unproven: layers of which it isn't known yet that their experts are reached.
-    """
-
-    def __init__(self, token_source: TokenSource) -> None:
-        self.policy = CapacityPolicy()
-        self.routes = False
-        self.context: ForwardContext | None = None
-        self.step = torch.tensor(-1)
-        self.unproven: list[AttachedLayer] = []
-        self._owner: nn.Module | None = None
-        self._warned = False
-        self.token_source = token_source
-
-    def watch(self, module: nn.Module) -> list[Any]:
-        """Follow a module's forwards; the outermost one running gives the context."""
-        names = parameter_names(module)
-        config = getattr(module, "config", None)
-
-        def before(m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._owner is None or self._owner is m:
-                self._owner = m
-                self.context = ForwardContext(
-                    named_arguments(names, args, kwargs), config, self.token_source
-                )
-                if self.policy.keep == "random":
-                    self.step.add_(1)
-                if self.routes and not self._warned and not torch.compiler.is_compiling():
-                    self._warn_of_sharing(self.context)
-
-        def after(m: nn.Module, args: Any, out: Any) -> None:
-            if self._owner is m:
-                self._owner = self.context = None
-                for layer in self.unproven:
-                    layer.check_ran()
-
-        return [
-            module.register_forward_pre_hook(before, with_kwargs=True),
-            module.register_forward_hook(after, always_call=True),
-        ]
-
-    def _warn_of_sharing(self, context: ForwardContext) -> None:
-        """Say once that users who share a batch affect each other (docs/method.md)."""
-        policy = self.policy
-        if policy.mode != "enforce" or policy.pool == "request":
-            return
-        if context.shape is not None and context.shape[0] > 1:
-            self._warned = True
-            warnings.warn(
-                f'{context.shape[0]} sequences share one budget under pool="{policy.pool}", so '
-                "what one of them gets depends on the others; where they belong to different "
-                'users, say pool="request".',
-                SharedBudgetWarning,
-                stacklevel=2,
-            )
 
 
 class Pace:

@@ -6,12 +6,12 @@ what the policy needs is derived from them at most once a forward, and only when
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from paceline.engines.transformers.forwards import argument_names
 
@@ -51,14 +51,10 @@ class ForwardContext:
         self._arguments, self._config, self._token_source = arguments, config, token_source
         self._known: dict[str, Any] = {}
         self._past = _cached_tokens(arguments)  # read now: the forward adds to the cache
-        tokens = arguments.get("input_ids")
-        if tokens is None:
-            tokens = arguments.get("inputs_embeds")
-        if not isinstance(tokens, Tensor):
-            tokens = arguments.get("hidden_states")
+        tokens = _tokens(arguments)
         self.shape: tuple[int, int] | None = None
         self.device = torch.device("cpu")
-        if isinstance(tokens, Tensor) and tokens.dim() >= 2:
+        if tokens is not None:
             self.shape, self.device = (tokens.shape[0], tokens.shape[1]), tokens.device
 
     @property
@@ -76,7 +72,8 @@ class ForwardContext:
             mask = mask.get("full_attention", next(iter(mask.values()), None))
         batch, length = self.shape
         if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= length:
-            return (mask[:, -length:] != 0).reshape(-1)
+            own = mask[:, -1] if length == 1 else mask[:, -length:].reshape(-1)
+            return own != 0
         if isinstance(mask, Tensor) and mask.dim() == 4:
             # a token is real where it may attend to itself
             mask = mask if mask.dtype is torch.bool else mask == 0
@@ -215,20 +212,30 @@ def modality_tokens(config: Any) -> dict[str, int]:
 
 
 def forward_models(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """The model and those of its parts that can be called on their own and hold MoE layers."""
+    """The model and those of its parts that are models themselves and hold MoE layers."""
     wanted = {id(block) for block in blocks}
     found = [model]
     for module in model.modules():
-        if module is model or not hasattr(module, "config") or not _takes_tokens(module):
+        if module is model or not isinstance(module, PreTrainedModel):
             continue
         if any(id(m) in wanted for m in module.modules() if m is not module):
             found.append(module)
     return found
 
 
-def _takes_tokens(module: nn.Module) -> bool:
-    parameters = inspect.signature(module.forward).parameters
-    return "input_ids" in parameters or "inputs_embeds" in parameters
+def _tokens(arguments: dict[str, Any]) -> Tensor | None:
+    """Ids [batch, length] or embeddings [batch, length, hidden] a forward is given, if any."""
+    for name in ("input_ids", "inputs_embeds", "decoder_input_ids"):
+        tokens = arguments.get(name)
+        if isinstance(tokens, Tensor) and tokens.dim() >= 2:
+            return tokens
+    return None
+
+
+def token_shape(arguments: dict[str, Any]) -> tuple[int, int] | None:
+    """(batch, length) of a forward's tokens, None where it is given none."""
+    tokens = _tokens(arguments)
+    return None if tokens is None else (tokens.shape[0], tokens.shape[1])
 
 
 def named_arguments(

@@ -35,7 +35,9 @@ class Execution:
         self._experts, self._num_experts = experts, num_experts
         self.wide_ids = bool((sighting.ids >= num_experts).any())
         self._interface = _interface(experts)
-        self._replaced = "forward" in experts.__dict__  # by somebody else, who must be heard
+        # Somebody else's forward must be heard. Accelerate's only moves tensors around the stock one.
+        self._moved = hasattr(experts, "_hf_hook")
+        self._replaced = "forward" in experts.__dict__ and not self._moved
         eager: Callable[..., Tensor] = experts.forward
         if self._interface is not None and not self._replaced:
             eager = partial(type(experts).forward.__wrapped__, experts)
@@ -69,7 +71,7 @@ class Execution:
             pass
         elif how in _WITH_SENTINEL:
             return self._with_sentinel(original, hidden, ids, weights)
-        elif how == "batched_mm" and "grouped_mm" in self._interface:
+        elif how == "batched_mm" and "grouped_mm" in self._interface and not self._moved:
             # batched_mm computes every slot, whatever its weight
             grouped = partial(self._interface["grouped_mm"], self._experts)
             return self._with_sentinel(grouped, hidden, ids, weights)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -30,10 +29,11 @@ from paceline.engines.transformers.layer import AttachedLayer
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import Assignment, RoutingInputs, route
+from paceline.routing.budget import Budget
 from paceline.routing.metrics import registered_keeps
 
 if TYPE_CHECKING:
-    from paceline.engines.transformers.attach import Running
+    from paceline.engines.transformers.running import Running
 
 
 class ParallelLayer(AttachedLayer):
@@ -197,37 +197,28 @@ def route_together(
         placement,
     )
     start = sum(sizes[: parallel.link.rank])
-    return rows_of(together, slice(start, start + rows), inputs.valid)
+    return rows_of(together, slice(start, start + rows), inputs)
 
 
-def rows_of(assignment: Assignment, rows: slice, valid: Tensor | None) -> Assignment:
+def rows_of(assignment: Assignment, rows: slice, inputs: RoutingInputs) -> Assignment:
     """A rank's part of a common assignment: its rows and counts, beside the common capacities.
 
     Args:
         assignment: over all ranks' tokens, of one pool.
         rows: this rank's.
-        valid: [rows] bool of them, None: every one.
+        inputs: this rank's.
     """
-    candidates, count = assignment.candidates, rows.stop - rows.start
-    scores = None if candidates.scores is None else candidates.scores[rows]
-    real = candidates.offered.new_ones(count) if valid is None else valid
-    return replace(
-        assignment,
+    common = assignment.budget
+    own = Assignment(
         topk_ids=assignment.topk_ids[rows],
         topk_weights=assignment.topk_weights[rows],
         kept=assignment.kept[rows],
-        candidates=replace(
-            candidates,
-            ids=candidates.ids[rows],
-            weights=candidates.weights[rows],
-            scores=scores,
-            offered=candidates.offered[rows],
-        ),
-        selected=assignment.selected[rows],
-        pools=replace(
-            assignment.pools, sizes=real.long().sum().reshape(1), valid=valid, rows=count
-        ),
+        num_experts=assignment.num_experts,
+        budget=Budget(inputs, common.policy, common.placement),
+        bounded_ids=assignment.bounded_ids[rows],
     )
+    own.capacity = assignment.capacity  # of all ranks, not of these rows
+    return own
 
 
 def _bits(values: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from paceline.routing.priority import token_priorities
 from paceline.routing.stats import LoadAccumulator
 
 if TYPE_CHECKING:
-    from paceline.engines.transformers.attach import Running
+    from paceline.engines.transformers.running import Running
 
 _MISSING = object()
 

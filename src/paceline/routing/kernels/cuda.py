@@ -1,0 +1,116 @@
+"""The selection on CUDA tensors: three Triton launches, no host sync, static shapes."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from functools import lru_cache
+
+import torch
+import triton
+from torch import Tensor
+
+from paceline.routing.budget import Budget, Units
+from paceline.routing.candidates import Candidates
+from paceline.routing.capacity import MAX_TOKENS, small_ratio
+from paceline.routing.constants import table
+from paceline.routing.kernels import plain
+from paceline.routing.kernels import triton_kernels as kernels
+from paceline.routing.metrics import metric_key, require_scores
+from paceline.routing.selection import Kept
+
+expanded = plain.expanded
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MOST_GROUPS = 2048
+"""Groups beyond which the tables of a block outgrow the tokens: requests as pools. Then torch."""
+
+
+def keep_best(budget: Budget, candidates: Candidates, fill: bool = False) -> Kept:
+    """See `paceline.routing.selection.Backend`."""
+    policy, units = budget.policy, budget.units
+    rows, slots = candidates.ids.shape
+    pools = 1 if policy.pool == "batch" else budget.pools.count
+    groups = pools * units.count * (2 if fill else 1)
+    if rows == 0 or groups >= _MOST_GROUPS:
+        return plain.keep_best(budget, candidates, fill)
+    ids, weights = candidates.ids.contiguous(), candidates.weights.detach().contiguous()
+    device, like = ids.device, budget.inputs.topk_ids
+    of_token = None if policy.pool == "batch" else budget.pools.of_token
+    valid, priority = budget.inputs.valid, budget.priority
+    decode = budget.inputs.token_decode if policy.phase == "prefill" else None
+    metric, kind = _metric(budget, candidates)
+    assert policy.factor is not None
+    ratios = _ratios(units, (policy.factor, policy.fill_factor), budget.k)
+
+    wide = triton.next_power_of_2(slots)
+    block = max(1, min(512, triton.next_power_of_2(triton.cdiv(rows, 128)), 4096 // wide))
+    blocks = triton.cdiv(rows, block)
+    bins, pool_bins = (max(2, triton.next_power_of_2(count + 1)) for count in (groups, pools))
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    key_dtype = torch.int32 if priority is None else torch.int64
+    group, index = empty(rows, slots), empty(rows * slots)
+    key, own_keys = empty(rows, slots, dtype=key_dtype), empty(rows * slots, dtype=key_dtype)
+    counts, tokens, prompts = empty(blocks, bins), empty(blocks, pool_bins), empty(blocks)
+    limit, last_tie = empty(groups, dtype=torch.int64), empty(groups)
+    kept_ids, kept = empty(rows, slots, dtype=torch.int64), empty(rows, slots, dtype=torch.bool)
+    kept_weights, bits = torch.empty_like(weights), _BITS[weights.element_size()]
+    with torch.cuda.device_of(ids):  # type: ignore[no-untyped-call]
+        kernels.prepare[(blocks,)](
+            ids, _bytes(valid, ids), _or(of_token, ids), _or(priority, ids), _bytes(decode, ids),
+            metric, table(units.of_expert, like), group, key, counts, tokens, prompts,
+            rows, slots, metric.shape[1], candidates.k, budget.num_experts, units.count, pools,
+            kind, valid is not None, of_token is not None, priority is not None,
+            decode is not None, fill, block, wide, bins, pool_bins,
+        )  # fmt: skip
+        kernels.threshold[(groups,)](
+            group, key, counts, tokens, prompts, table(ratios, like), own_keys, index, limit,
+            last_tie, rows, slots, blocks, units.count, pools, budget.tokens_needed,
+            fill, bins, pool_bins, 2048, max(1, min(128, 4096 // bins)), num_warps=8,
+        )  # fmt: skip
+        kernels.apply[(triton.cdiv(rows * slots, 1024),)](
+            ids, weights.view(bits), group, key, limit, last_tie, kept_ids,
+            kept_weights.view(bits), kept, rows * slots, groups, budget.num_experts, 1024,
+        )  # fmt: skip
+    return Kept(kept_ids, kept_weights, kept)
+
+
+def _metric(budget: Budget, candidates: Candidates) -> tuple[Tensor, int]:
+    """What ranks the assignments, and where each finds its own."""
+    inputs, keep = budget.inputs, budget.policy.keep
+    if keep == "score" and inputs.scores is not None:
+        return inputs.scores.float().contiguous(), kernels.BY_EXPERT.value
+    if keep == "score":
+        return require_scores(candidates.scores).contiguous(), kernels.BY_SLOT.value
+    if keep == "weight":
+        return candidates.weights.float().contiguous(), kernels.BY_SLOT.value
+    if keep in ("first", "last"):
+        kind = kernels.CONSTANT if keep == "first" else kernels.LATEST
+        return inputs.topk_ids, kind.value
+    return metric_key(budget.policy, candidates, budget.pools.rank).contiguous(), kernels.KEYS.value
+
+
+@lru_cache(maxsize=1024)
+def _ratios(
+    units: Units, factors: tuple[Fraction, ...], k: int
+) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+    """[factors, units, 3] whole, rest, denominator of the places that a unit has for each token."""
+
+    def row(factor: Fraction, size: int) -> tuple[int, int, int]:
+        numerator, denominator = small_ratio(factor * k * size / units.num_experts, MAX_TOKENS)
+        whole, rest = divmod(numerator, denominator)
+        return min(whole, 1 << 20), rest, denominator  # no token has so many assignments
+
+    return tuple(
+        tuple(row(factor, units.sizes[size]) for size in units.size_of) for factor in factors
+    )
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    return other if tensor is None else tensor.contiguous()
+
+
+def _bytes(flags: Tensor | None, other: Tensor) -> Tensor:
+    return other if flags is None else flags.contiguous().view(torch.uint8)

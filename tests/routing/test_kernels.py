@@ -1,0 +1,168 @@
+"""Every backend says what the oracle says, ties included; which backend runs where."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from agreement import assert_agrees
+from hypothesis import given, settings
+from strategies import Case, cases
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, route
+from paceline.routing import selection
+from paceline.routing.selection import backend_for, using_backend
+
+# The CUDA kernels run in Triton's interpreter, which is chosen when they are defined.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+AVAILABLE = [
+    pytest.param(
+        name, marks=pytest.mark.skipif(bool(lib) and not find_spec(lib), reason=f"no {lib}")
+    )
+    for name, lib in selection.BACKENDS.items()
+    for lib in [lib or ""]
+]
+FEW = max(20, settings().max_examples // 2)
+
+
+everywhere = pytest.mark.parametrize("backend", AVAILABLE)
+
+
+def check(backend: str, case: Case) -> None:
+    """The interpreter takes some 50 ms a call, so it gets a third of the cases."""
+    if backend != "cuda" or case.inputs.topk_ids.shape[0] % 3 == 0:
+        with using_backend(backend):
+            assert_agrees(case)
+
+
+@everywhere
+@settings(max_examples=2 * FEW)
+@given(case=cases(expansion=False, min_expert_load=0))
+def test_token_drop(backend: str, case: Case) -> None:
+    check(backend, case)
+
+
+@everywhere
+@settings(max_examples=2 * FEW)
+@given(case=cases(expansion=True, min_expert_load=0))
+def test_expanded_drop(backend: str, case: Case) -> None:
+    check(backend, case)
+
+
+@everywhere
+@settings(max_examples=FEW)
+@given(case=cases())
+def test_every_threshold(backend: str, case: Case) -> None:
+    check(backend, case)
+
+
+@everywhere
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("unit", ["device", "expert"])
+@pytest.mark.parametrize("shape", [(300, 8, 2), (1000, 16, 4)])
+def test_backends_agree_on_larger_batches(
+    backend: str, shape: tuple[int, int, int], unit: str, ties: bool
+) -> None:
+    if backend == "cuda" and shape[0] > 300:
+        pytest.skip("slow in the interpreter")
+    inputs = batch(*shape, ties=ties)
+    policy = CapacityPolicy(capacity_factor=0.9, unit=unit, min_expert_load=0)
+    for changes in ({}, {"expand": "all", "expand_limit": 3}, {"keep": "random"}):
+        changed = policy.replace(**changes)
+        with using_backend(backend):
+            got = route(inputs, changed, ExpertPlacement.contiguous(shape[1], 4))
+        with using_backend("plain"):
+            want = route(inputs, changed, ExpertPlacement.contiguous(shape[1], 4))
+        assert torch.equal(got.kept, want.kept)
+        assert torch.equal(got.topk_ids, want.topk_ids)
+        torch.testing.assert_close(got.topk_weights, want.topk_weights, rtol=1e-6, atol=0)
+        assert (got.loads_after <= got.capacity).all()
+
+
+def batch(tokens: int, experts: int, k: int, ties: bool = False) -> RoutingInputs:
+    """Routing that favours some experts; with `ties`, few different scores."""
+    rng = torch.Generator().manual_seed(tokens)
+    logits = torch.randn(tokens, experts, generator=rng) + torch.linspace(0, 1, experts)
+    scores = (logits.round() if ties else logits).softmax(1)
+    weights, ids = scores.topk(k, dim=1)
+    return RoutingInputs(ids, weights, scores)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch is asked to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.seen[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(not find_spec("triton"), reason="no triton")
+def test_three_launches_are_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token Drop on CUDA: of torch only memory and views, so the three kernels are all."""
+    from paceline.routing.kernels import triton_kernels
+
+    launched = []
+
+    class Counted:
+        def __init__(self, name: str) -> None:
+            self.name, self.kernel = name, getattr(triton_kernels, name)
+
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            launched.append(self.name)
+            return self.kernel[grid]
+
+    for name in ("prepare", "threshold", "apply"):
+        monkeypatch.setattr(triton_kernels, name, Counted(name))
+    inputs = batch(64, 8, 2)
+    policy = CapacityPolicy(capacity_factor=1.0, min_expert_load=0)
+    with using_backend("cuda"):
+        route(inputs, policy)  # its tables are copied once
+        launched.clear()
+        with Operations() as operations:
+            route(inputs, policy)
+    assert launched == ["prepare", "threshold", "apply"]
+    interpreter = {"set_", "copy_", "new_empty"}
+    memory = {"empty", "empty_like", "view", "detach"}
+    assert set(operations.seen) <= memory | interpreter, operations.seen
+
+
+def test_the_usual_choice() -> None:
+    inputs = batch(8, 4, 2)
+    name = backend_for(inputs).__name__.rpartition(".")[2]
+    assert name == ("native" if find_spec("numba") else "plain")
+    inputs.topk_weights.requires_grad_()
+    assert backend_for(inputs).__name__.endswith("plain")  # which has gradients
+    with torch.no_grad():
+        assert backend_for(inputs).__name__.rpartition(".")[2] == name
+
+
+def test_gradients_reach_the_weights() -> None:
+    inputs = batch(40, 4, 2)
+    inputs.topk_weights.requires_grad_()
+    a = route(inputs, CapacityPolicy(capacity_factor=0.5, min_expert_load=0))
+    a.topk_weights.sum().backward()
+    assert torch.equal(inputs.topk_weights.grad, a.kept.float())
+
+
+@pytest.mark.parametrize("name", ["sort", "Native"])
+def test_an_unknown_backend_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=name), using_backend(name):
+        pass
+
+
+def test_a_backend_without_its_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(selection.BACKENDS, "absent", "no_such_library")
+    with pytest.raises(ValueError, match="no_such_library"), using_backend("absent"):
+        pass
