@@ -147,8 +147,8 @@ Made by `examples/train_demo_model.py`, which repeats every step from public pac
 Packages were unpacked, not installed. Held-out documents were set aside before the tokenizer was
 trained. Training lines of 60 or more characters that also occur in the held-out text of the same
 domain were removed; the last column is the share of held-out lines of 30 or more characters that
-still occur in that domain's training text (stock phrases of code). The german and french texts are
-messages of programs, so some are short and some half English.
+still occur in that domain's training text (stock phrases of code). Near-duplicates (a theorem
+and its variants, say) were not looked for. The german and french texts are messages of programs.
 
 {sources}
 

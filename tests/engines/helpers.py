@@ -91,5 +91,6 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
         }
         hooks = {k: len(v) for k, v in m.__dict__.items() if k.endswith("_hooks") and v}
         flags = {"_is_expert_parallel": m.__dict__.get("_is_expert_parallel")}
-        found[name] = (getattr(m.forward, "__func__", m.forward), sorted(m.__dict__), plain, hooks, flags, m.training)
+        forward = getattr(m.forward, "__func__", m.forward)
+        found[name] = (forward, sorted(m.__dict__), plain, hooks, flags, m.training)
     return found

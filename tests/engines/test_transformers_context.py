@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import tiny_models
 import torch
 from helpers import choices, counted, fingerprint, model_of, output
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GenerationConfig
 
 from paceline import CapacityPolicy, ExpertPlacement, attach
 from paceline.engines.transformers import load_policy, save_policy
@@ -302,3 +305,103 @@ def test_a_forward_that_was_interrupted_leaves_no_tokens_behind() -> None:
         want = output(model, given)
         pace._running._stack.append((model, context(input_ids=given["input_ids"][:1])))
         assert torch.equal(output(model, given), want)
+
+
+def test_statistics_go_in_and_out_of_inference_mode_and_keep_no_graph() -> None:
+    model, given = model_of("olmoe"), tiny_models.inputs()
+    with torch.inference_mode():
+        pace = attach(model, CAP.replace(keep="random"))
+    with pace:
+        for policy in (pace.policy, CAP, None):
+            pace.policy = policy
+            with torch.inference_mode():
+                pace.reset_stats()
+                model(**given)
+            logits = model(**given).logits  # with gradients, as scripts do that forget no_grad
+            assert logits.requires_grad
+            assert [s.forwards for s in pace.stats().layers] == [2] * 3
+            assert not pace._layers[0].loads._sums.requires_grad
+
+
+def test_idle_decode_steps_cost_next_to_nothing() -> None:
+    """Counted in torch operations, which no other load on the machine changes."""
+    model, given = model_of("mixtral"), tiny_models.inputs(batch=1, length=16)
+    steps = 128
+
+    class Operations(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    @torch.no_grad()
+    def operations() -> int:
+        parameters = inspect.signature(model.forward).parameters
+        name = "cache" if "cache" in parameters else "past_key_values"
+        cache, mask = model(**given, use_cache=True)[name], given["attention_mask"]
+        with Operations() as counter:
+            for _ in range(steps):
+                mask = torch.cat([mask, mask.new_ones(1, 1)], 1)
+                token = {"input_ids": given["input_ids"][:, :1], "attention_mask": mask}
+                model(**token, **{name: cache}, use_cache=True)
+        return counter.count
+
+    untouched = operations()
+    for policy in (None, "capacity_factor=1.5"):
+        with attach(model, policy) as pace:
+            assert operations() < 1.02 * untouched
+            assert pace.stats().layers[0].forwards == steps + 1
+
+
+def test_router_logits_that_a_user_asks_for_are_the_models_own() -> None:
+    model, given = model_of("olmoe"), tiny_models.inputs()
+    with torch.no_grad():
+        want = model(**given, output_router_logits=True).router_logits
+        with attach(model):
+            got = model(**given, output_router_logits=True).router_logits
+    assert all(map(torch.equal, got, want))
+    assert len(got) == 3
+
+
+def test_packed_sequences_of_continuous_batching() -> None:
+    """Three requests in one row of 8 places: a decode step, a prompt of 4, a decode step, filler."""
+    ends = torch.tensor([0, 1, 5, 6, 6], dtype=torch.int32)
+    positions = torch.tensor([[7, 0, 1, 2, 3, 9, 0, 0]])
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    mixed = {"input_ids": ids, "position_ids": positions, "cu_seq_lens_q": ends, "max_length_q": 4}
+    packed = context(**mixed, attention_mask=torch.zeros(1, 1, 8, 40), cache=Cached(0))
+    assert packed.valid.tolist() == [True] * 6 + [False] * 2
+    assert packed.request.tolist()[:6] == [0, 1, 1, 1, 1, 2]
+    assert packed.position.tolist() == positions[0].tolist()
+    assert packed.decode.tolist()[:6] == [True] + [False] * 4 + [True]
+    assert packed.num_requests == 4
+    assert not packed.is_decode
+    assert context(**{**mixed, "max_length_q": 1}, cache=Cached(0)).is_decode
+
+
+def test_continuous_batching_counts_its_tokens_and_keeps_requests_apart() -> None:
+    model = tiny_models.build("olmoe")
+    if not hasattr(model, "generate_batch"):
+        pytest.skip("this Transformers has no continuous batching")
+    sizes = (10, 13, 16)
+    ids = [tiny_models.inputs(batch=1, length=n, seed=n)["input_ids"][0] for n in sizes]
+    lists = [one.tolist() for one in ids]
+    config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
+
+    def generated(asked: list[list[int]]) -> list[list[int]]:
+        results = model.generate_batch(inputs=asked, generation_config=config)
+        found = {tuple(r.prompt_ids): r.generated_tokens for r in results.values()}
+        return [found[tuple(one)] for one in asked]
+
+    want = generated(lists)
+    with attach(model) as pace:
+        assert generated(lists) == want
+        # the prompts in one forward, then 3 steps of 3 requests
+        assert [s.tokens for s in pace.stats().layers] == [39 + 9] * 3
+        pace.policy = CAP.replace(pool="request", capacity_factor=0.75)
+        together = generated(lists)
+        assert pace.stats().layers[0].dropped > 0
+        assert [generated([one])[0] for one in lists] == together

@@ -212,7 +212,7 @@ def bench_model(
     from paceline.engines.transformers.discovery import count_experts, find_sites, observe
 
     rank, ranks, machine = _start()
-    chosen = parse_policies(policies, shares_batch=False)
+    chosen = parse_policies(policies, shares_batch=False, any_load=False)
     real = under_torchrun()
     site = find_sites(model)[0]
     experts = count_experts(site, observe(site))

@@ -273,15 +273,17 @@ def model_workload(model: Any, ids: Tensor, layer: int, name: str) -> tuple[Work
     return Workload(origin, hidden, gate, shape, origin), experts
 
 
-def parse_policies(texts: Sequence[str], shares_batch: bool) -> dict[str, CapacityPolicy | None]:
+def parse_policies(
+    texts: Sequence[str], shares_batch: bool, any_load: bool = True
+) -> dict[str, CapacityPolicy | None]:
     """Label -> policy; "none", no cap, always comes first.
 
-    Where devices have a batch each and no pool is named, it is "source"; a benchmark caps however
-    small its batch is, unless min_expert_load is named.
+    Where devices have a batch each and no pool is named, it is "source".
 
     Args:
         texts: short forms of policies.
         shares_batch: whether all devices hold the same tokens.
+        any_load: cap however small a batch is, unless min_expert_load is named.
 
     Raises:
         ValueError: on a bad policy, or one that can't be in this layout.
@@ -295,7 +297,7 @@ def parse_policies(texts: Sequence[str], shares_batch: bool) -> dict[str, Capaci
             raise ValueError(
                 f'policy {text!r} caps nothing: use "none" for the layer without a cap.'
             )
-        if policy.min_expert_load == "auto":
+        if any_load and policy.min_expert_load == "auto":
             policy = CapacityPolicy.parse(f"{text},min_expert_load=0")
         if not shares_batch and "pool" not in policy.model_fields_set:
             policy = policy.replace(pool="source")

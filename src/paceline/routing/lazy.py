@@ -1,5 +1,6 @@
-"""An attribute computed when first asked for: functools.cached_property, but a compiler can trace
-it (before Python 3.12 that one takes a lock)."""
+"""An attribute computed when first asked for, which a compiler can trace.
+
+functools.cached_property takes a lock before Python 3.12, and there the tracing would end."""
 
 from __future__ import annotations
 

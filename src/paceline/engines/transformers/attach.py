@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from paceline.engines.transformers.checks import (
@@ -115,8 +116,9 @@ class Pace:
 
     def reset_stats(self) -> None:
         """Start the statistics anew."""
-        for layer in self._layers:
-            layer.loads.reset()
+        with torch.inference_mode(False):
+            for layer in self._layers:
+                layer.loads.reset()
 
     def detach(self) -> None:
         """Put the model back exactly as it was; statistics can still be read. Twice is once."""

@@ -62,11 +62,30 @@ class ForwardContext:
         """batch * length, None where the forward doesn't tell."""
         return None if self.shape is None else self.shape[0] * self.shape[1]
 
+    @property
+    def _ends(self) -> Tensor | None:
+        """[requests] where each sequence packed into the one row ends, None for a usual batch.
+
+        Continuous batching packs so, and fills the row up with fabricated tokens.
+        """
+        starts = self._arguments.get("cu_seq_lens_q")
+        packed = isinstance(starts, Tensor) and self.shape is not None and self.shape[0] == 1
+        return starts[1:] if packed and isinstance(starts, Tensor) else None
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of this forward, as far as the host knows."""
+        return len(self._ends) if self._ends is not None else self.shape[0] if self.shape else 0
+
     @_once
     def valid(self) -> Tensor | None:
         """[rows] bool, False for padding; None: every token is real."""
         mask = self._arguments.get("attention_mask")
-        if mask is None or self.shape is None:
+        if self.shape is None:
+            return None
+        if self._ends is not None:
+            return torch.arange(self.shape[1], device=self.device) < self._ends[-1]
+        if mask is None:
             return None
         if isinstance(mask, dict):
             mask = mask.get("full_attention", next(iter(mask.values()), None))
@@ -98,8 +117,21 @@ class ForwardContext:
 
     @property
     def is_decode(self) -> bool:
-        """Whether every sequence adds one token to a cache that isn't empty."""
+        """Whether the host knows that every sequence adds one token to what is cached."""
+        if self._ends is not None:
+            return self._arguments.get("max_length_q") == 1 and _cache(self._arguments) is not None
         return self.shape is not None and self.shape[1] == 1 and self.past_length > 0
+
+    @_once
+    def decode(self) -> Tensor | None:
+        """[rows] bool, True for a token that is the only one its sequence adds; None: none is."""
+        if self._ends is not None and self.request is not None and self.position is not None:
+            lengths = torch.diff(self._ends, prepend=self._ends.new_zeros(1))
+            last = len(lengths) - 1
+            return (lengths[self.request.clamp(max=last)] == 1) & (self.position > 0)
+        if not self.is_decode or self.rows is None:
+            return None
+        return torch.ones(self.rows, dtype=torch.bool, device=self.device)
 
     @_once
     def position(self) -> Tensor | None:
@@ -118,9 +150,12 @@ class ForwardContext:
 
     @_once
     def request(self) -> Tensor | None:
-        """[rows] int64: the row of the batch is the request."""
+        """[rows] int64: the row of the batch, or the packed sequence, is the request."""
         if self.shape is None:
             return None
+        if self._ends is not None:
+            row = torch.arange(self.shape[1], device=self.device, dtype=self._ends.dtype)
+            return torch.searchsorted(self._ends, row, right=True)
         return torch.arange(self.shape[0], device=self.device).repeat_interleave(self.shape[1])
 
     @_once
@@ -185,17 +220,21 @@ class ForwardContext:
         return None
 
 
+def _cache(arguments: dict[str, Any]) -> Any:
+    """The cache a forward is given, under whichever name."""
+    return next((c for name in _CACHES if (c := arguments.get(name)) is not None), None)
+
+
 def _cached_tokens(arguments: dict[str, Any]) -> int | Tensor:
     """Tokens in a forward's cache; where a device counts them, no host waits for it."""
-    for name in _CACHES:
-        cache = arguments.get(name)
-        if cache is not None and hasattr(cache, "get_seq_length"):
-            try:
-                length = cache.get_seq_length()
-            except ValueError:  # a cache of linear attention layers alone counts no tokens
-                return int(bool(getattr(cache, "has_previous_state", lambda: False)()))
-            return length.clone() if isinstance(length, Tensor) else int(length)
-    return 0
+    cache = _cache(arguments)
+    if not hasattr(cache, "get_seq_length"):
+        return 0
+    try:
+        length = cache.get_seq_length()
+    except ValueError:  # a cache of linear attention layers alone counts no tokens
+        return int(bool(getattr(cache, "has_previous_state", lambda: False)()))
+    return length.clone() if isinstance(length, Tensor) else int(length)
 
 
 def modality_tokens(config: Any) -> dict[str, int]:

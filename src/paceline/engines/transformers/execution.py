@@ -35,7 +35,7 @@ class Execution:
         self._experts, self._num_experts = experts, num_experts
         self.wide_ids = bool((sighting.ids >= num_experts).any())
         self._interface = _interface(experts)
-        # Somebody else's forward must be heard. Accelerate's only moves tensors around the stock one.
+        # somebody else's forward must be heard; Accelerate's only moves tensors around the stock
         self._moved = hasattr(experts, "_hf_hook")
         self._replaced = "forward" in experts.__dict__ and not self._moved
         eager: Callable[..., Tensor] = experts.forward

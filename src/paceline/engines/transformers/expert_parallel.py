@@ -138,10 +138,7 @@ class ExpertParallel:
         self._tick("experts")
         rows = self.link.all_to_all(rows, receive_sizes, send_sizes, self.layer)
         rows.mul_(weights.reshape(-1)[order].unsqueeze(1))
-        # a sum over slots, unlike index_add, is deterministic on every device
-        by_slot = rows.new_zeros((flat.shape[0], rows.shape[1]))
-        by_slot[order] = rows
-        out = by_slot.view(*position.shape, rows.shape[1]).sum(1)
+        out = _sum_by_token(rows, order, position < self.num_experts)
         self._tick("combine")
         return out
 
@@ -160,6 +157,29 @@ class ExpertParallel:
     def _tick(self, stage: str) -> None:
         if self.clock is not None:
             self.clock(stage)
+
+
+def _sum_by_token(rows: Tensor, order: Tensor, kept: Tensor) -> Tensor:
+    """Add up the rows of each token; unlike index_add, deterministic on every device.
+
+    Args:
+        rows: [kept assignments, hidden].
+        order: [kept assignments] index of each in the flattened `kept`.
+        kept: [tokens, slots] bool.
+
+    Returns:
+        [tokens, hidden].
+    """
+    tokens, slots = kept.shape
+    if 2 * rows.shape[0] <= kept.numel():
+        # mostly empty slots (expansion offers many): give each token only as many as any needs
+        place = kept.long().cumsum(1) - 1
+        width = max(1, int(place.amax()) + 1) if tokens else 1
+        order = (order // slots) * width + place.flatten()[order]
+        slots = width
+    by_slot = rows.new_zeros((tokens * slots, rows.shape[1]))
+    by_slot[order] = rows
+    return by_slot.view(tokens, slots, rows.shape[1]).sum(1)
 
 
 class PacelineEP(EPImplementation):  # type: ignore[misc]

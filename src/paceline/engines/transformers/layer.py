@@ -59,7 +59,8 @@ class AttachedLayer:
         """Place the experts; statistics start anew."""
         self.placement = placement
         counted = placement or ExpertPlacement.per_expert(self.num_experts)
-        self.loads = LoadAccumulator(self.name, counted, self.k, self.site.device)
+        with torch.inference_mode(False):  # counts go on outside of it
+            self.loads = LoadAccumulator(self.name, counted, self.k, self.site.device)
 
     def applicable(self, policy: CapacityPolicy) -> CapacityPolicy:
         """The policy as it applies to this model; over ranks, all must ask for the same one."""
@@ -105,7 +106,8 @@ class AttachedLayer:
             self.loads.observe(ids, self._valid(ids.shape[0]))
             return self._original(hidden, ids, weights)
         assignment = self._route(self._inputs(ids, weights))
-        self.loads.add(assignment)
+        with torch.no_grad():
+            self.loads.add(assignment)
         if running.policy.mode != "enforce":
             return self._original(hidden, ids, weights)
         return self._compute(hidden, ids, weights, assignment)
@@ -191,8 +193,8 @@ class AttachedLayer:
             )
             position = self._rows(context.position, rows) if policy.protect_first else None
             priority = token_priorities(policy, modality, position)
-            if policy.phase == "prefill" and context.is_decode:
-                decode = torch.ones(rows, dtype=torch.bool, device=ids.device)
+            if policy.phase == "prefill":
+                decode = self._rows(context.decode, rows)
         return RoutingInputs(
             topk_ids=ids,
             topk_weights=weights,

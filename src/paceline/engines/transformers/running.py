@@ -41,7 +41,8 @@ class Running:
         self.policy = CapacityPolicy()
         self.routes = False
         self.context: ForwardContext | None = None
-        self.step = torch.tensor(-1)
+        with torch.inference_mode(False):
+            self.step = torch.tensor(-1)
         self.unproven: list[AttachedLayer] = []
         self._stack: list[tuple[nn.Module, ForwardContext]] = []
         self._warned = False
@@ -94,10 +95,10 @@ class Running:
         policy = self.policy
         if policy.mode != "enforce" or policy.pool == "request":
             return
-        if context.shape is not None and context.shape[0] > 1:
+        if context.num_requests > 1:
             self._warned = True
             warnings.warn(
-                f'{context.shape[0]} sequences share one budget under pool="{policy.pool}", so '
+                f'{context.num_requests} sequences share one budget under pool="{policy.pool}", so '
                 "what one of them gets depends on the others; where they belong to different "
                 'users, say pool="request".',
                 SharedBudgetWarning,

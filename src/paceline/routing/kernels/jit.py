@@ -32,9 +32,9 @@ def choose(
 
     Args:
         ids: [T, S] int64 experts; outside [0, experts): no assignment.
-        weights: [T, S] as integers of their width.
+        weights: [T, S] of any type.
         valid, pool, priority: [T], or empty: all valid, one pool, all alike.
-        metric: [T, W] int32 bits, see `kind`.
+        metric: [T, W] float32, or keys in its bits, see `kind`.
         unit_of: [experts] unit of each expert.
         places: [groups] places; of which `taken` [groups] are so already. Counted on.
         keys: [T * S + 1] scratch, of 32 bits, or of 64 to hold a priority too.
@@ -43,6 +43,7 @@ def choose(
     # unsigned, as a signed index costs a test for counting from the end
     rows, first, width = np.uint64(ids.shape[0]), np.uint64(first), np.uint64(last - first)
     experts, groups = unit_of.size, places.size
+    bits_of = metric.view(np.int32)
     group = np.empty((rows, width), np.uint32)
     size = np.zeros(groups + 1, np.int64)
     for t in range(rows):
@@ -82,7 +83,7 @@ def choose(
                 column = first + j
                 if kind == BY_EXPERT:
                     column = np.uint64(ids[t, column] if g < groups else 0)
-                bits = metric[t, column]
+                bits = bits_of[t, column]
                 key = np.uint32(bits) if kind == KEYS else _descending(bits)
                 p = end[g]
                 keys[p] = rank | np.uint64(key)
@@ -213,7 +214,7 @@ def announce() -> None:
     folder = Path(choose.stats.cache_path or "")
     if not any(folder.glob("jit.choose-*.nbi")):
         logging.getLogger("paceline").info(
-            "Compiling the CPU router, once for this machine (some seconds); kept in %s.", folder
+            "Compiling the CPU router, once for this machine (2 to 5 seconds); kept in %s.", folder
         )
 
 

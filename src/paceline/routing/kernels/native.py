@@ -29,7 +29,6 @@ from paceline.routing.selection import Kept
 Array = npt.NDArray[Any]
 
 _NO_FLAGS, _NO_NUMBERS = np.zeros(0, np.bool_), np.zeros(0, np.int64)
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 _WIDEST = 64
@@ -99,17 +98,16 @@ def keep_best(budget: Budget, candidates: Candidates, fill: bool = False) -> Kep
     keys = np.zeros(ids.numel() + 1, np.uint64 if priority.size else np.uint32)
 
     weights = candidates.weights.contiguous()
-    bits = _BITS[weights.element_size()]
     kept_ids, kept_weights = torch.empty_like(ids), torch.empty_like(weights)
     kept = torch.empty(ids.shape, dtype=torch.bool)
     taken = np.zeros(places[0].size, np.int64)
     bounds = [(0, candidates.k), (candidates.k, ids.shape[1])] if fill else [(0, ids.shape[1])]
     for (first, last), table in zip(bounds, places, strict=True):
         choose(
-            ids.numpy(), _array(weights.view(bits)), first, last,
+            ids.numpy(), _moved(weights), first, last,
             _NO_FLAGS if valid is None else _array(valid), pool, priority, metric, kind,
             _unit_of(units), units.count, table, taken, keys,
-            kept_ids.numpy(), kept_weights.view(bits).numpy(), kept.numpy(),
+            kept_ids.numpy(), _moved(kept_weights), kept.numpy(),
         )  # fmt: skip
     return Kept(kept_ids, kept_weights, kept)
 
@@ -118,12 +116,13 @@ def _metric(budget: Budget, candidates: Candidates) -> tuple[Array, int]:
     """What ranks the assignments, and where each finds its own."""
     inputs, keep = budget.inputs, budget.policy.keep
     if keep == "score" and inputs.scores is not None:
-        return _array(inputs.scores.float()).view(np.int32), BY_EXPERT
+        return _array(inputs.scores.float()), BY_EXPERT
     if keep == "score":
-        return _array(require_scores(candidates.scores)).view(np.int32), BY_SLOT
+        return _array(require_scores(candidates.scores)), BY_SLOT
     if keep == "weight":
-        return _array(candidates.weights.float()).view(np.int32), BY_SLOT
-    return _array(metric_key(budget.policy, candidates, budget.pools.rank).int()), KEYS
+        return _array(candidates.weights.float()), BY_SLOT
+    keys = metric_key(budget.policy, candidates, budget.pools.rank)
+    return _array(keys.int()).view(np.float32), KEYS
 
 
 def _places_of_batch(budget: Budget, factors: list[Any]) -> list[Array]:
@@ -150,7 +149,14 @@ def _unit_of(units: Units) -> Array:
     return np.array(units.of_expert[:-1])
 
 
+def _moved(tensor: Tensor) -> Array:
+    """Memory of weights, which are moved and never computed with; numpy has no bfloat16."""
+    return _array(tensor if tensor.element_size() > 2 else tensor.view(torch.int16))
+
+
 def _array(tensor: Tensor) -> Array:
     """The tensor's own memory, in C order."""
-    array: Array = tensor.detach().contiguous().numpy()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    array: Array = tensor.contiguous().numpy()
     return array

@@ -1,5 +1,6 @@
-"""Routing as one operator for torch.compile: opaque to it, so that no graph breaks at a kernel and
-none is compiled again as the number of tokens changes. Inside runs the usual backend."""
+"""Routing as one operator for torch.compile: no graph break, no recompilation as T changes.
+
+It is opaque to the compiler; inside runs the usual backend."""
 
 from __future__ import annotations
 

@@ -130,10 +130,10 @@ def threshold(
     if FILL:
         places = tl.maximum(places - genuine, 0)
     bound = tl.full([], 1 << 62, tl.int64)
-    tie = -1
+    tie = tl.full([], -1, tl.int32)
     if (all_tokens >= needed) & (prompt > 0) & (n > places):
-        own_keys += start
-        own_index += start
+        keys_here = own_keys + start
+        index_here = own_index + start
         done = 0
         least, most = bound, -bound
         for first in range(0, rows * slots, CHUNK):
@@ -141,8 +141,8 @@ def threshold(
             found = tl.load(group + at, mask=at < rows * slots, other=-1) == mine
             to = done + tl.cumsum(found.to(tl.int32), 0) - 1
             value = tl.load(key + at, mask=found, other=0)
-            tl.store(own_keys + to, value, mask=found)
-            tl.store(own_index + to, at, mask=found)
+            tl.store(keys_here + to, value, mask=found)
+            tl.store(index_here + to, at, mask=found)
             value = value.to(tl.int64)
             least = tl.minimum(least, tl.min(tl.where(found, value, 1 << 62), 0))
             most = tl.maximum(most, tl.max(tl.where(found, value, -(1 << 62)), 0))
@@ -151,18 +151,18 @@ def threshold(
         low, high = least, most + 1  # fewer than all places below low; enough at or below high
         while low < high:
             middle = low + ((high - low) >> 1)
-            if _count(own_keys, n, middle, CHUNK) >= places:
+            if _count(keys_here, n, middle, CHUNK) >= places:
                 high = middle
             else:
                 low = middle + 1
         bound = low
-        ties = (places - _count(own_keys, n, low - 1, CHUNK)).to(tl.int32)
+        ties = (places - _count(keys_here, n, low - 1, CHUNK)).to(tl.int32)
         seen = 0
         for first in range(0, n, CHUNK):
             at = first + tl.arange(0, CHUNK)
-            equal = (tl.load(own_keys + at, mask=at < n, other=0).to(tl.int64) == low) & (at < n)
+            equal = (tl.load(keys_here + at, mask=at < n, other=0).to(tl.int64) == low) & (at < n)
             nth = seen + tl.cumsum(equal.to(tl.int32), 0)
-            index = tl.load(own_index + at, mask=at < n, other=0)
+            index = tl.load(index_here + at, mask=at < n, other=0)
             tie = tl.maximum(tie, tl.max(tl.where(equal & (nth <= ties), index, -1), 0))
             seen += tl.sum(equal.to(tl.int32), 0)
     tl.store(limit + mine, bound)

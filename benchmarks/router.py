@@ -1,0 +1,282 @@
+"""The router against its floor and its peers: softmax, top-k and cap over softmax and top-k alone.
+
+    python benchmarks/router.py                       every backend and installed peer, one thread
+    python benchmarks/router.py --shapes 4096,64,8 --rounds 50
+    python benchmarks/router.py --plot router.html    cost against T and against E as well
+
+Before timing, every backend has to keep the same set as the reference, and the same as each peer
+where both define one (a cap per expert, ranked by score). Then all take turns, and each round
+gives one ratio to the floor of the same round. Peers: `pip install 'paceline[peers]'`; one that
+can't be imported is named and left out. A quiet machine is needed: its load is in the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline import Assignment, CapacityPolicy, ExpertPlacement, RoutingInputs, route
+from paceline.reporting.environment import environment
+from paceline.routing.selection import BACKENDS, using_backend
+
+SHAPES = [(512, 8, 2), (4096, 64, 8), (16384, 64, 8), (4096, 256, 8), (65536, 128, 8)]
+RESULTS = Path(__file__).parent / "results" / "router.json"
+Router = Callable[[], Any]
+
+
+@dataclass
+class Entry:
+    """One way to route, and the [T, E] set that it keeps (None: not comparable with others')."""
+
+    name: str
+    run: Router
+    kept: Callable[[Any], Tensor] | None = None
+
+
+def skewed_logits(tokens: int, experts: int) -> Tensor:
+    """[T, E] logits of a router with favourites: the busiest expert gets some twice its share."""
+    rng = torch.Generator().manual_seed(tokens + experts)
+    favour = torch.randn(experts, generator=rng) * 0.3
+    return torch.randn(tokens, experts, generator=rng) + favour
+
+
+def floor(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """[T, E] scores, [T, k] weights, [T, k] ids: what any router does."""
+    scores = logits.softmax(dim=-1)
+    weights, ids = scores.topk(k, dim=-1)
+    return scores, weights, ids
+
+
+def ours(logits: Tensor, k: int, backends: list[str]) -> list[Entry]:
+    """Token Drop at either unit and Expanded Drop with 8 local candidates, on every backend."""
+    tokens, experts = logits.shape
+    source = torch.arange(tokens) * max(1, experts // 8) // tokens
+    common: dict[str, Any] = {"capacity_factor": 1.0, "min_expert_load": 0}
+    expert = CapacityPolicy(unit="expert", **common)
+    alone = ExpertPlacement.per_expert(experts)
+    cases: list[tuple[str, CapacityPolicy, ExpertPlacement, Tensor | None]] = [
+        ("expert", expert, alone, None)
+    ]
+    eight = ExpertPlacement.contiguous(experts, min(8, experts))
+    cases.append(("device", CapacityPolicy(unit="device", **common), eight, None))
+    if experts > 8:
+        local = ExpertPlacement.contiguous(experts, experts // 8)
+        expanding = CapacityPolicy(expand="own_device", **common)
+        cases.append(("expanded", expanding, local, source))
+    entries = []
+    for backend in backends:
+        for name, policy, placement, of_token in cases:
+
+            def run(
+                backend: str = backend,
+                policy: CapacityPolicy = policy,
+                placement: ExpertPlacement = placement,
+                of_token: Tensor | None = of_token,
+            ) -> Assignment:
+                with using_backend(backend):
+                    scores, weights, ids = floor(logits, k)
+                    inputs = RoutingInputs(ids, weights, scores, token_source=of_token)
+                    return route(inputs, policy, placement)
+
+            entries.append(Entry(f"paceline/{backend} {name}", run, dense))
+    return entries
+
+
+def dense(assignment: Assignment) -> Tensor:
+    """[T, E] bool: the experts that a token keeps."""
+    ids, experts = assignment.topk_ids, assignment.num_experts
+    marks = torch.zeros((ids.shape[0], experts + 1), dtype=torch.bool)
+    return marks.scatter_(1, ids, True)[:, :experts]
+
+
+def megatron(logits: Tensor, k: int) -> Entry:
+    """Megatron-Core's top-k with its capacity, dropping by probability."""
+    from megatron.core.transformer.moe import moe_utils
+
+    def run() -> tuple[Tensor, Tensor]:
+        probs, chosen = moe_utils.topk_routing_with_score_function(logits, k, use_pre_softmax=True)
+        kept: tuple[Tensor, Tensor] = moe_utils.apply_router_token_dropping(
+            probs, chosen, router_topk=k, capacity_factor=1.0, drop_policy="probs"
+        )
+        return kept
+
+    return Entry(f"megatron-core {version('megatron-core')}", run, lambda kept: kept[1])
+
+
+def deepspeed(logits: Tensor, k: int) -> Entry:
+    """DeepSpeed's top-k gating with sparse routes, dropping by probability."""
+    from deepspeed.moe.sharded_moe import topkgating
+
+    def run() -> Any:
+        return topkgating(logits, k, 1.0, min_capacity=0, drop_policy="probs", sparse_routes=True)
+
+    def kept(result: Any) -> Tensor:
+        routes = result[3].long()
+        routes = routes if routes.shape[0] == logits.shape[0] else routes.T
+        experts = logits.shape[1]
+        marks = torch.zeros((logits.shape[0], experts + 1), dtype=torch.bool)
+        return marks.scatter_(1, torch.where(routes < 0, experts, routes), True)[:, :experts]
+
+    return Entry(f"deepspeed {version('deepspeed')}", run, kept)
+
+
+def peers(logits: Tensor, k: int) -> list[Entry]:
+    """Those that are installed; says which are not, and why."""
+    found = []
+    for make in (megatron, deepspeed):
+        try:
+            found.append(make(logits, k))
+        except Exception as error:  # whatever a foreign package does at import
+            print(f"  left out: {make.__name__} ({type(error).__name__}: {error})")
+    return found
+
+
+def check(entries: list[Entry], logits: Tensor, k: int) -> dict[str, bool]:
+    """Whether each keeps the set of the first entry of its kind; ours must, peers are reported."""
+    by_kind: dict[str, Tensor] = {}
+    same = {}
+    for entry in entries:
+        assert entry.kept is not None
+        mine = entry.name.startswith("paceline")
+        kind = entry.name.rsplit(" ", 1)[1] if mine else "expert"
+        kept = entry.kept(entry.run())
+        want = by_kind.setdefault(kind, kept)
+        same[entry.name] = bool(torch.equal(kept, want))
+        if kind == "expert":
+            limit = ceil(logits.shape[0] * k / logits.shape[1])
+            assert int(kept.sum(0).max()) <= limit, f"{entry.name} exceeds its capacity"
+        assert same[entry.name] or not mine, f"{entry.name} keeps another set"
+    return same
+
+
+def measure(entries: list[Entry], base: Router, rounds: int) -> dict[str, list[float]]:
+    """Seconds of every entry in each round, all taking turns, the floor ("floor") with them."""
+    runs: list[tuple[str, Router]] = [("floor", base), *((e.name, e.run) for e in entries)]
+    times: dict[str, list[float]] = {name: [] for name, _ in runs}
+    order = random.Random(0)
+    for round_ in range(rounds + 1):
+        # in another order every time: what ran before leaves caches warm or cold
+        for name, run in order.sample(runs, len(runs)):
+            begin = time.perf_counter()
+            run()
+            if round_:  # the first warms up
+                times[name].append(time.perf_counter() - begin)
+    return times
+
+
+def ratios(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Name -> least, median and largest ratio to the floor of the same round, and the time."""
+    base = times["floor"]
+    table = {}
+    for name, own in times.items():
+        each = [mine / least for mine, least in zip(own, base, strict=True)]
+        table[name] = {
+            "min": min(each),
+            "median": statistics.median(each),
+            "max": max(each),
+            "microseconds": statistics.median(own) * 1e6,
+        }
+    return table
+
+
+def one_shape(shape: tuple[int, int, int], args: argparse.Namespace) -> dict[str, Any]:
+    """Check and time one shape; prints its table."""
+    tokens, experts, k = shape
+    logits = skewed_logits(tokens, experts)
+    print(f"T={tokens} E={experts} k={k}", flush=True)
+    entries = ours(logits, k, args.backends)
+    if not args.no_peers:
+        entries += peers(logits, k)
+    with torch.inference_mode():
+        same = check(entries, logits, k)
+        begin = time.perf_counter()
+        measure(entries, lambda: floor(logits, k), 1)
+        once = (time.perf_counter() - begin) / 2
+        rounds = args.rounds or max(7, min(300, int(args.seconds / once)))
+        table = ratios(measure(entries, lambda: floor(logits, k), rounds))
+    print(f"  {'':34}{'min':>8}{'median':>8}{'max':>8}{'us':>11}   same set ({rounds} rounds)")
+    for name, row in table.items():
+        shown = "".join(f"{row[column]:8.2f}" for column in ("min", "median", "max"))
+        print(f"  {name:34}{shown}{row['microseconds']:11.1f}   {same.get(name, '')}", flush=True)
+    return {"shape": shape, "rounds": rounds, "ratios": table, "same_set": same}
+
+
+def plot(args: argparse.Namespace, file: Path) -> list[dict[str, Any]]:
+    """Microseconds an assignment beyond the floor, against T and against E, as a page."""
+    from plotly import graph_objects
+    from plotly.subplots import make_subplots
+
+    sweeps = {
+        "T (E=64, k=8)": [(t, 64, 8) for t in (1024, 2048, 4096, 8192, 16384, 32768, 65536)],
+        "E (T=4096, k=8)": [(4096, e, 8) for e in (16, 32, 64, 128, 256)],
+    }
+    figure = make_subplots(1, 2, subplot_titles=[f"against {name}" for name in sweeps])
+    results = []
+    for column, (name, shapes) in enumerate(sweeps.items(), 1):
+        rows = [one_shape(shape, args) for shape in shapes]
+        results += rows
+        for entry in rows[0]["ratios"]:
+            figure.add_trace(
+                graph_objects.Scatter(
+                    x=[shape[0 if name[0] == "T" else 1] for shape in shapes],
+                    y=[row["ratios"][entry]["microseconds"] for row in rows],
+                    name=entry,
+                    legendgroup=entry,
+                    showlegend=column == 1,
+                ),
+                row=1,
+                col=column,
+            )
+        figure.update_xaxes(type="log", title=name, row=1, col=column)
+        figure.update_yaxes(type="log", title="microseconds a call", row=1, col=column)
+    figure.write_html(file)
+    print(f"wrote {file}")
+    return results
+
+
+def main() -> None:
+    """Run the shapes and write the results."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--shapes", nargs="*", help="T,E,k of each (default: all)")
+    parser.add_argument("--backends", nargs="*", choices=list(BACKENDS), help="default: on CPU all")
+    parser.add_argument("--rounds", type=int, default=0, help="default: as --seconds allow")
+    parser.add_argument("--seconds", type=float, default=10, help="for each shape")
+    parser.add_argument("--no-peers", action="store_true", help="ours alone")
+    parser.add_argument("--json", type=Path, default=RESULTS, help=f"default: {RESULTS.name}")
+    parser.add_argument("--plot", type=Path, help="write cost against T and E to this page")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.backends is None:
+        args.backends = ["plain", *(["native"] if find_spec("numba") else [])]
+    shapes = [tuple(map(int, text.split(","))) for text in args.shapes or []] or SHAPES
+    document = {"environment": environment(), "threads": 1, "capacity_factor": 1.0}
+    for name in ("numba", "megatron-core", "deepspeed"):
+        try:
+            document["environment"]["versions"][name] = version(name)  # type: ignore[index]
+        except Exception:  # not installed
+            continue
+    document["shapes"] = [one_shape(shape, args) for shape in shapes]  # type: ignore[arg-type]
+    if args.plot:
+        document["sweeps"] = plot(args, args.plot)
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {args.json}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Compiles the CUDA kernels for real, down to machine code: this needs no device. Run by a test."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from paceline.routing.kernels import triton_kernels as kernels
+
+
+def build(kernel: Any, types: list[str], constants: dict[str, Any], warps: int = 4) -> None:
+    """Compile for an H100 or H200; types of the arguments that are no constants, in order."""
+    rest = iter(types)
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else next(rest) for n in names}
+    places = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    assert built.asm["cubin"]
+
+
+def main() -> None:
+    """Every kind of metric, with and without the optional inputs, both widths of keys."""
+    for kind, some, key in itertools.product(range(5), (False, True), ("*i32", "*i64")):
+        metric = "*fp32" if kind < 2 else "*i64"
+        types = ["*i64", "*u8", "*i64", "*i64", "*u8", metric, "*i64", "*i32", key, *["*i32"] * 3]
+        flags = dict.fromkeys(("VALID", "POOL", "DECODE", "FILL"), some)
+        sizes = {"BLOCK": 32, "SLOTS": 8, "GROUPS": 128, "POOLS": 2}
+        constants = {"KIND": kind, "PRIORITY": key == "*i64", **flags, **sizes}
+        build(kernels.prepare, types + ["i32"] * 7, constants)
+    for fill, key in itertools.product((False, True), ("*i32", "*i64")):
+        types = ["*i32", key, "*i32", "*i32", "*i32", "*i64", key, "*i32", "*i64", "*i32"]
+        sizes = {"GROUPS": 128, "POOLS": 2, "CHUNK": 2048, "TILE": 32}
+        build(kernels.threshold, types + ["i32"] * 6, {"FILL": fill, **sizes}, warps=8)
+    for weight in ("*i16", "*i32", "*i64"):
+        types = ["*i64", weight, "*i32", "*i32", "*i64", "*i32", "*i64", weight, "*i1"]
+        build(kernels.apply, types + ["i32"] * 3, {"BLOCK": 1024})
+    print("all kernels compile")
+
+
+if __name__ == "__main__":
+    main()
