@@ -58,6 +58,14 @@ def run(verb: str, *options: str, ranks: int | None = None, label: str = "") -> 
     return {"label": label, "command": shown, "ranks": ranks, **results}
 
 
+def save(part: str, found: list[dict[str, Any]]) -> None:
+    """Write what a part has found so far."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"expert_parallel_{part}.json"
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {path.name}", flush=True)
+
+
 def policies(*texts: str) -> list[str]:
     return [part for text in texts for part in ("--policy", text)]
 
@@ -96,15 +104,15 @@ def figure4_part(rounds: int) -> list[dict[str, Any]]:
         ("olmoe", "256", "1.8"),
         ("deepseek-v2-lite", "256", "1.8"),
         ("qwen1.5-moe", "256", "1.8"),
-        ("mixtral", "128", "2.8"),
+        ("mixtral", "64", "2.8"),
     ):
         one_expert_a_device = shape == "mixtral"  # the two units are the same
         units = drops() if one_expert_a_device else [*drops(), *drops("expert")]
         options = ["--shape", shape, "--tokens", tokens, "--peak-to-mean", skew]
-        times = str(max(3, rounds - 2) if one_expert_a_device else rounds)
         chosen = policies(*units, *expanded)
-        result = run("layer", *options, "--rounds", times, *chosen, label=shape)
+        result = run("layer", *options, "--rounds", str(rounds), *chosen, label=shape)
         found.append({**result, "paper_speedup_8_H20": PAPER_FIGURE_4.get(shape)})
+        save("figure4", found)
     return found
 
 
@@ -158,10 +166,7 @@ def main() -> None:
             "model": model_part,
         }
         found = parts[arguments.part](arguments.rounds)
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"expert_parallel_{arguments.part}.json"
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {path.name}")
+    save(arguments.part, found)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from paceline.routing.selection import BACKENDS, using_backend
 SHAPES = [(512, 8, 2), (4096, 64, 8), (16384, 64, 8), (4096, 256, 8), (65536, 128, 8)]
 RESULTS = Path(__file__).parent / "results" / "router.json"
 Router = Callable[[], Any]
+CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
 
 
 @dataclass
@@ -162,7 +163,9 @@ def check(entries: list[Entry], logits: Tensor, k: int) -> dict[str, bool]:
     return same
 
 
-def measure(entries: list[Entry], base: Router, rounds: int) -> dict[str, list[float]]:
+def measure(
+    entries: list[Entry], base: Router, rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
     """Seconds of every entry in each round, all taking turns, the floor ("floor") with them."""
     runs: list[tuple[str, Router]] = [("floor", base), *((e.name, e.run) for e in entries)]
     times: dict[str, list[float]] = {name: [] for name, _ in runs}
@@ -170,10 +173,10 @@ def measure(entries: list[Entry], base: Router, rounds: int) -> dict[str, list[f
     for round_ in range(rounds + 1):
         # in another order every time: what ran before leaves caches warm or cold
         for name, run in order.sample(runs, len(runs)):
-            begin = time.perf_counter()
+            begin = clock()
             run()
             if round_:  # the first warms up
-                times[name].append(time.perf_counter() - begin)
+                times[name].append(clock() - begin)
     return times
 
 
@@ -206,7 +209,7 @@ def one_shape(shape: tuple[int, int, int], args: argparse.Namespace) -> dict[str
         measure(entries, lambda: floor(logits, k), 1)
         once = (time.perf_counter() - begin) / 2
         rounds = args.rounds or max(7, min(300, int(args.seconds / once)))
-        table = ratios(measure(entries, lambda: floor(logits, k), rounds))
+        table = ratios(measure(entries, lambda: floor(logits, k), rounds, CLOCKS[args.clock]))
     print(f"  {'':34}{'min':>8}{'median':>8}{'max':>8}{'us':>11}   same set ({rounds} rounds)")
     for name, row in table.items():
         shown = "".join(f"{row[column]:8.2f}" for column in ("min", "median", "max"))
@@ -256,6 +259,9 @@ def main() -> None:
     parser.add_argument("--backends", nargs="*", choices=list(BACKENDS), help="default: on CPU all")
     parser.add_argument("--rounds", type=int, default=0, help="default: as --seconds allow")
     parser.add_argument("--seconds", type=float, default=10, help="for each shape")
+    parser.add_argument(
+        "--clock", choices=list(CLOCKS), default="wall", help="cpu: where others use the machine"
+    )
     parser.add_argument("--no-peers", action="store_true", help="ours alone")
     parser.add_argument("--json", type=Path, default=RESULTS, help=f"default: {RESULTS.name}")
     parser.add_argument("--plot", type=Path, help="write cost against T and E to this page")
@@ -264,10 +270,15 @@ def main() -> None:
     if args.backends is None:
         args.backends = ["plain", *(["native"] if find_spec("numba") else [])]
     shapes = [tuple(map(int, text.split(","))) for text in args.shapes or []] or SHAPES
-    document = {"environment": environment(), "threads": 1, "capacity_factor": 1.0}
+    document = {
+        "environment": environment(),
+        "threads": 1,
+        "clock": args.clock,
+        "capacity_factor": 1.0,
+    }
     for name in ("numba", "megatron-core", "deepspeed"):
         try:
-            document["environment"]["versions"][name] = version(name)  # type: ignore[index]
+            document["environment"]["versions"][name] = version(name)
         except Exception:  # not installed
             continue
     document["shapes"] = [one_shape(shape, args) for shape in shapes]  # type: ignore[arg-type]

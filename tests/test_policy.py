@@ -179,6 +179,7 @@ def test_unknown_fields_are_refused() -> None:
         with pytest.raises(PolicyError, match="capacity_factr") as caught:
             make()
         assert "\n" not in str(caught.value)
+        assert "capacity_factor" in str(caught.value), "the known fields"
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_5_padding_changes_no_real_row(case: Case, data: st.DataObject) -> None:
         "scores": [float("nan"), float("inf"), 1.0],
         "topk_scores": [float("nan"), float("inf"), 1.0],
         "valid": [False],
-        "token_source": [0, 1],
+        "token_source": [-1, 0, 10**6],
         "token_request": [-(10**15), 0, 10**15],
         "token_priority": [127, 0],
         "token_decode": [True, False],

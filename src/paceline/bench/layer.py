@@ -7,7 +7,9 @@ rank is done. The speed-up is set beside the bound that the loads give:
     bound = T / (T - X + X * busiest load with the policy / busiest load without)
 
 for T the time of the layer without a cap and X that of the busiest device's experts within it. What
-doesn't depend on expert load (gate, and the part of dispatch and combine) counts in full.
+doesn't depend on expert load (gate, and the part of dispatch and combine) counts in full. Emulated
+devices are timed in processor time of their one thread, which other programs of the machine hardly
+change; ranks, which wait for each other, in wall time.
 """
 
 from __future__ import annotations
@@ -137,24 +139,24 @@ def _emulated_round(
     result: Measured,
 ) -> None:
     """One device's gate, route, dispatch and combine, and the slowest device's experts."""
-    decide, marks = decider(placement, 0), [time.perf_counter()]
+    decide, marks = decider(placement, 0), [time.thread_time()]
     inputs = load.gate(load.hidden)
-    marks.append(time.perf_counter())
+    marks.append(time.thread_time())
     ids, weights = decide(inputs, policy)
-    marks.append(time.perf_counter())
+    marks.append(time.thread_time())
     flat = ids.reshape(-1)
     order = torch.argsort(flat)
     count = int((flat < placement.num_experts).sum())
     order = order[:count]
     rows = load.hidden[order // ids.shape[1]]
-    marks.append(time.perf_counter())
+    marks.append(time.thread_time())
     slowest = _slowest(experts, work)
-    again = time.perf_counter()
+    again = time.thread_time()
     rows.mul_(weights.reshape(-1)[order].unsqueeze(1))
     by_slot = rows.new_zeros((flat.shape[0], rows.shape[1]))
     by_slot[order] = rows
     by_slot.view(*ids.shape, rows.shape[1]).sum(1)
-    combine = time.perf_counter() - again
+    combine = time.thread_time() - again
     times = [b - a for a, b in pairwise(marks)] + [slowest, combine]
     for stage, seconds in zip(STAGES, times, strict=True):
         result.stages[stage].append(seconds)
@@ -169,9 +171,9 @@ def _slowest(experts: Experts, work: list[tuple[Tensor, ...]]) -> float:
     slowest = 0.0
     for hidden, ids, weights in sorted(work, key=lambda device: -len(device[1]))[:2]:
         if len(ids):
-            start = time.perf_counter()
+            start = time.thread_time()
             experts(hidden, ids, weights)
-            slowest = max(slowest, time.perf_counter() - start)
+            slowest = max(slowest, time.thread_time() - start)
     return slowest
 
 

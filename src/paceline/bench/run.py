@@ -149,6 +149,7 @@ def bench_layer(
             "count": count,
             "batch": "shared" if shares_batch else "own",
             "sends": "gloo or nccl" if real else "nothing: network time is not in these figures",
+            "clock": "wall" if real else "processor time of one thread",
         },
         "workload": {
             "label": load.label,
@@ -235,7 +236,12 @@ def bench_model(
         "version": 1,
         **environment(),
         "timing": machine,
-        "devices": {"kind": RANKS if real else EMULATED, "count": count, "batch": "own"},
+        "devices": {
+            "kind": RANKS if real else EMULATED,
+            "count": count,
+            "batch": "own",
+            "clock": "wall" if real else "processor time of one thread",
+        },
         "workload": {
             "label": model_name,
             "sequences": sequences,

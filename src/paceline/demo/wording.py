@@ -147,7 +147,7 @@ def _expansion(results: Mapping[str, Any], factor: str) -> str | None:
     else:
         effect = "improves quality" if change["mean"] < 0 else "costs quality"
     price = (
-        "at no cost in time"
+        "with no measured cost in time"
         if speed["median"] > 1 / _SMALL_GAIN
         else f"and takes the slowest device {percent(1 / speed['median'] - 1, 0)} longer"
     )
