@@ -54,7 +54,9 @@ def run(verb: str, *options: str, ranks: int | None = None, label: str = "") -> 
         print("+ paceline bench", verb, *options, f"({ranks} ranks)" if ranks else "", flush=True)
         subprocess.run(command, check=True, env=environment)
         results: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-    shown = " ".join(["paceline", "bench", verb, *options])
+    # the name of a file, not where it was on this machine
+    named = [Path(part).name if os.sep in part else part for part in options]
+    shown = " ".join(["paceline", "bench", verb, *named])
     return {"label": label, "command": shown, "ranks": ranks, **results}
 
 

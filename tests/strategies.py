@@ -155,7 +155,8 @@ def cases(
     t_scores: torch.Tensor | None = torch.from_numpy(scores)
     t_topk_scores: torch.Tensor | None = None
     if policy.expand is None:
-        given = draw(st.sampled_from(["all", "all", "topk", "both", "neither"]))
+        ways = ["all", "all", "topk", "both"] + ["neither"] * (not distinct)
+        given = draw(st.sampled_from(ways))
         if given in ("topk", "both"):
             t_topk_scores = torch.from_numpy(rng.permutation(scores.T).T[:, :k].copy())
         if given in ("topk", "neither"):

@@ -24,7 +24,7 @@ def run_ranks(
     *names: str,
     folder: Path,
     ranks: int = 2,
-    timeout: float = 150,
+    timeout: float = 240,
     only: int | None = None,
     **env: str,
 ) -> list[Finished]:

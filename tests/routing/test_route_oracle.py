@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from agreement import assert_agrees
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from strategies import Case, cases
 
 from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, register_keep, route
@@ -156,3 +159,13 @@ def test_scores_of_other_dtypes_are_read_as_float32(case: Case) -> None:
             if fields[name] is not None:
                 fields[name] = fields[name].to(dtype)
         assert_agrees(Case(RoutingInputs(**fields), case.policy, case.placement))
+
+
+@given(cases(plain=True, min_expert_load=0, mode="enforce"), st.randoms(use_true_random=False))
+def test_more_devices_than_experts_agree_with_the_oracle(case: Case, random: Any) -> None:
+    """Most devices are empty, and some with a high number are not."""
+    experts = route(case.inputs, case.policy, case.placement).num_experts
+    placement = ExpertPlacement.explicit(
+        [random.randrange(100) for _ in range(experts)], num_devices=100
+    )
+    assert_agrees(Case(case.inputs, case.policy, placement))

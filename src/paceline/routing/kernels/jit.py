@@ -128,7 +128,7 @@ def extend(
     """
     rows, k = ids.shape
     experts = device_of.size
-    chosen, seen = np.zeros(experts, np.int64), np.zeros(experts + 1, np.int64)
+    chosen, seen = np.zeros(experts, np.int64), np.zeros(device_of.max() + 1, np.int64)
     score, expert = np.empty(table.shape[1], np.float32), np.empty(table.shape[1], np.int64)
     place = np.empty(table.shape[1], np.int64)
     for t in range(rows):
