@@ -32,7 +32,7 @@ call `experts(hidden_states, top_k_index, top_k_weights)` beside a `gate` or `ro
 dropped slots are left out of the architecture's own loop: it skips them itself, or is given the
 kept pairs alone. grouped_mm, deepgemm and sonicmoe skip them in the GEMM; under batched_mm a
 capped forward runs as grouped_mm. Rows of experts are counted below torch in the tests: for
-every architecture under eager and grouped_mm, for the first eight of the tests under batched_mm too.
+every architecture under eager and grouped_mm, for eight of them under batched_mm too.
 
 {counts}
 
