@@ -71,6 +71,10 @@ def test_it_is_frozen_hashable_and_compared_by_value() -> None:
     assert a.factor == Fraction(3, 2)
 
 
+def test_nothing_is_filled_up_to_zero() -> None:
+    assert CapacityPolicy(capacity_factor=1, expand="all", fill_to=0).fill_factor == 0
+
+
 @pytest.mark.parametrize(
     ("mode", "factor", "caps"),
     [("enforce", 1.0, True), ("shadow", 1.0, True), ("observe", 1.0, False),
@@ -284,3 +288,9 @@ def test_limits_of_expansion_need_expansion(fields: dict[str, int]) -> None:
     with pytest.raises(PolicyError, match=next(iter(fields))):
         CapacityPolicy(capacity_factor=1, **fields)
     assert CapacityPolicy(capacity_factor=1, expand="all", **fields).expand == "all"
+
+
+def test_replace_leaves_fields_unset_that_nobody_named() -> None:
+    policy = CapacityPolicy(gamma=1.5, unit="expert").replace(gamma=2)
+    assert policy == CapacityPolicy(capacity_factor=2, unit="expert")
+    assert policy.model_fields_set == {"capacity_factor", "unit"}

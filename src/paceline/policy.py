@@ -209,10 +209,13 @@ class CapacityPolicy(BaseModel):
         return self.capacity_factor is not None and self.mode != "observe"
 
     def replace(self, **changes: Any) -> CapacityPolicy:
-        """The same policy with some fields changed, validated like a new one."""
-        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        """The same policy with some fields changed, validated like a new one.
+
+        What was never set stays unset: an engine may choose for a field that nobody named.
+        """
+        fields = {name: getattr(self, name) for name in self.model_fields_set}
         if "gamma" in changes:
-            del fields["capacity_factor"]
+            fields.pop("capacity_factor", None)
         return CapacityPolicy(**{**fields, **changes})
 
     def model_copy(

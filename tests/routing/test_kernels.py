@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from importlib.util import find_spec
 from typing import Any
@@ -17,9 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, route
 from paceline.routing import selection
 from paceline.routing.selection import backend_for, using_backend
-
-# The CUDA kernels run in Triton's interpreter, which is chosen when they are defined.
-os.environ.setdefault("TRITON_INTERPRET", "1")
 
 AVAILABLE = [
     pytest.param(

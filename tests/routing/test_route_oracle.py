@@ -102,6 +102,7 @@ def test_fill_and_compete_by_hand() -> None:
     assert a.topk_weights[0, 1].item() == pytest.approx(1.0)  # 0.5 at the token's scale of 2
     assert int(a.extras) == 1
     assert int(a.dropped) == 1
+    assert int(route(inputs, policy.replace(fill_to=0)).extras) == 0
     greedy = route(inputs, policy.replace(max_experts=None))
     assert greedy.loads_after.tolist() == [[1, 1, 1]]
 
