@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 WORKERS ?= 2
 
-.PHONY: help setup demo test lint format docs model clean
+.PHONY: help setup demo test test-versions lint format docs model clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -26,6 +26,17 @@ demo: setup  ## the main job on the embedded model: where stragglers are, what a
 
 test: setup  ## the whole test suite
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+
+# The oldest Transformers that pyproject.toml allows, and the newest there is.
+VERSIONS ?= transformers==5.23.0 transformers
+
+test-versions:  ## the engine's tests with the oldest and the newest Transformers, in environments of their own
+	for version in $(VERSIONS); do \
+	  $(PYTHON) -m venv --clear .venv-versions && \
+	  .venv-versions/bin/python -m pip install --quiet "$(or $(TORCH),torch)" && \
+	  .venv-versions/bin/python -m pip install --quiet --editable '.[dev]' "$$version" && \
+	  HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-versions/bin/python -m pytest -n $(WORKERS) tests/engines || exit 1; \
+	done; rm -rf .venv-versions
 
 lint: setup  ## style, types and formatting
 	$(BIN)/ruff check .
