@@ -156,9 +156,10 @@ def test_verbs_write_results_and_a_plot(tmp_path: Path) -> None:
 
     out, plot = tmp_path / "layer.json", tmp_path / "layer.html"
     options = ["--shape", "tiny", "--tokens", "32", "--rounds", "1", "--out", str(out)]
-    done = runner.invoke(app, ["bench", "layer", *options, "--plot", str(plot)])
+    done = runner.invoke(app, ["bench", "layer", *options, "--plot", str(plot), "--json"])
     assert done.exit_code == 0, done.output
     results = json.loads(out.read_text())
+    assert json.loads(done.stdout) == results
     assert results["devices"]["kind"] == "emulated devices"
     assert results["policies"][0]["policy"] == "none"
     assert "Speed-up over no cap" in plot.read_text()

@@ -239,6 +239,7 @@ def test_demo_says_where_the_page_is(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert result.exit_code == 0, result.stderr
     for words in ("A headline.", "A finding.", "some policy", "+1.00%", "index.html"):
         assert words in result.stdout
+    assert json.loads(run("demo", "--out", tmp_path, "--json").stdout) == fake
 
 
 def test_sentence_is_one_line() -> None:

@@ -25,6 +25,7 @@ Policies = Annotated[
 ]
 Rounds = Annotated[int, typer.Option(min=1, help="Each round runs every policy once.")]
 Out = Annotated[Path | None, typer.Option(help="Write the results as JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
 Plot = Annotated[Path | None, typer.Option(help="Write a plot as an HTML page.")]
 Devices = Annotated[
     int | None, typer.Option(min=1, help="Emulated devices (under torchrun: the ranks count).")
@@ -59,6 +60,7 @@ def bench_layer_verb(
     rounds: Rounds = 5,
     out: Out = None,
     plot: Plot = None,
+    as_json: AsJson = False,
 ) -> None:
     """Time one MoE layer: gate, route, dispatch, experts and combine.
 
@@ -97,7 +99,7 @@ def bench_layer_verb(
             text_ids=ids,
             progress=tick,
         )
-    _finish(results, out, plot)
+    _finish(results, out, plot, as_json)
 
 
 @bench.command("model")
@@ -115,6 +117,7 @@ def bench_model_verb(
     rounds: Rounds = 5,
     out: Out = None,
     plot: Plot = None,
+    as_json: AsJson = False,
 ) -> None:
     """Time a whole model: time to first token, tokens a second.
 
@@ -158,7 +161,7 @@ def bench_model_verb(
             progress=tick,
         )
     if rank == 0:
-        _finish(results, out, plot)
+        _finish(results, out, plot, as_json)
 
 
 def _model_and_text(
@@ -190,14 +193,17 @@ def _ticking(total: int) -> Any:
     return ticking(total, quiet=os.environ.get("RANK", "0") != "0")
 
 
-def _finish(results: dict[str, Any], out: Path | None, plot: Path | None) -> None:
+def _finish(results: dict[str, Any], out: Path | None, plot: Path | None, as_json: bool) -> None:
     """Show a table, and write what was asked for; rank 0 alone."""
     if os.environ.get("RANK", "0") != "0":
         return
     from paceline.bench.console import show
     from paceline.reporting.files import to_json, write_text
 
-    show(results)
+    if as_json:
+        typer.echo(to_json(results), nl=False)
+    else:
+        show(results)
     if out is not None:
         write_text(out, to_json(results), private=False)
     if plot is not None:

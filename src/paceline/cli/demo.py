@@ -21,6 +21,9 @@ def demo(
     quick: Annotated[
         bool, typer.Option("--quick", help="A reduced run of seconds; its figures mean little.")
     ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the results as JSON, and nothing else.")
+    ] = False,
 ) -> None:
     """Show stragglers and what capping them does, on a small embedded model.
 
@@ -47,7 +50,12 @@ def demo(
             progress=tell,
             command=shlex.join(["paceline", *sys.argv[1:]]),
         )
-    _show(results, out)
+    if as_json:
+        from paceline.reporting.files import to_json
+
+        typer.echo(to_json(results), nl=False)
+    else:
+        _show(results, out)
 
 
 def _show(results: Mapping[str, Any], out: Path) -> None:
