@@ -55,7 +55,7 @@ def main() -> None:
         **environment(),
     }
     for name, run in {"decode step": step, "generate": generate}.items():
-        rounds = options.rounds if run is step else max(options.rounds // 3, 3)
+        rounds = options.rounds
         results[name] = compare(model, run, options.batch, rounds)
         for kind, ratio in results[name].items():
             print(
