@@ -300,11 +300,13 @@ def test_a_wrapped_model_tells_its_tokens_all_the_same() -> None:
         assert [s.tokens for s in pace.stats().layers] == [43] * 3
 
 
-def test_a_forward_that_was_interrupted_leaves_no_tokens_behind() -> None:
+def test_a_forward_that_failed_leaves_no_tokens_behind() -> None:
     model, given = model_of("olmoe"), tiny_models.inputs(pad=5)
     with attach(model, CAP) as pace:
         want = output(model, given)
-        pace._running._stack.append((model, context(input_ids=given["input_ids"][:1])))
+        with pytest.raises(IndexError):
+            model(given["input_ids"][:1] + 10_000)
+        assert pace._running.context is None
         assert torch.equal(output(model, given), want)
 
 

@@ -167,12 +167,13 @@ class LoadAccumulator:
         """Count some forwards, all in one pass of [forwards, experts] tables."""
         experts = self.placement.num_experts
         rows = [ids.shape[0] for ids, _ in pending]
-        if len(set(rows)) == 1:  # decode steps: few operations however many they are
-            forward = torch.arange(len(rows), device=self._device).repeat_interleave(rows[0])
-        else:  # of each row; made on the device, so that nothing waits for it
-            forward = torch.cat(
-                [torch.full((n,), i, device=self._device) for i, n in enumerate(rows)]
-            )
+        forward = torch.arange(len(rows), device=self._device)  # of each row, below
+        if len(set(rows)) == 1:
+            forward = forward.repeat_interleave(rows[0])
+        else:  # the device is not waited for
+            pinned = self._device.type == "cuda"
+            repeats = torch.tensor(rows, pin_memory=pinned).to(self._device, non_blocking=True)
+            forward = forward.repeat_interleave(repeats, output_size=sum(rows))
         ids = torch.cat([ids for ids, _ in pending]).to(self._device, torch.int64)
         if all(valid is None for _, valid in pending):
             valid = torch.ones_like(forward, dtype=torch.bool)
@@ -197,18 +198,25 @@ class LoadAccumulator:
         self, before: Tensor, after: Tensor, tokens: Tensor, counts: Tensor, mass: Tensor
     ) -> None:
         """Add [forwards, experts] loads, [forwards] tokens, the counts and the gate mass."""
-        self._loads += torch.stack([before.sum(0), after.sum(0)])
+        peaks = self._peaks(before)
+        if after is before:
+            total = before.sum(0).expand(2, -1)
+            busiest = [peaks[0], peaks[0], peaks[1], peaks[1]]
+        else:
+            total = torch.stack([before.sum(0), after.sum(0)])
+            remaining = self._peaks(after)
+            busiest = [peaks[0], remaining[0], peaks[1], remaining[1]]
+        self._loads += total
         self._counts += counts
-        busiest = [
-            (self._per_device(before) * self._share).amax(1),
-            (self._per_device(after) * self._share).amax(1),
-            before.amax(1).double() * self.placement.num_experts,
-            after.amax(1).double() * self.placement.num_experts,
-        ]
         weighted = torch.stack(busiest) / self.k  # [peaks, forwards] peak-to-mean times tokens
         self._sums += torch.cat([tokens.sum().double()[None], weighted.sum(1), mass])
         ratios = weighted / tokens.clamp(min=1)
         self._worst = torch.maximum(self._worst, ratios.amax(1))
+
+    def _peaks(self, loads: Tensor) -> tuple[Tensor, Tensor]:
+        """[forwards] of the busiest device and expert: load / mean times T k."""
+        device = (self._per_device(loads) * self._share).amax(1)
+        return device, loads.amax(1).double() * self.placement.num_experts
 
     def _per_device(self, loads: Tensor) -> Tensor:
         """[forwards, experts] -> [forwards, devices] loads."""

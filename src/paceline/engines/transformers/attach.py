@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
@@ -58,9 +59,9 @@ class Pace:
     """A policy attached to a model. Use it as a context manager, or `detach` it."""
 
     def __init__(
-        self, layers: list[AttachedLayer], running: Running, hooks: list[Any], model: nn.Module
+        self, layers: list[AttachedLayer], running: Running, undo: ExitStack, model: nn.Module
     ):
-        self._layers, self._running, self._hooks, self._model = layers, running, hooks, model
+        self._layers, self._running, self._undo, self._model = layers, running, undo, model
         self._attached = True
 
     @property
@@ -84,8 +85,8 @@ class Pace:
             check_layer(layer, policy, self._running.token_source)
         check_modalities(policy, self._model)
         for layer in self._layers:
-            layer.watch_router(policy.caps and layer.scoring.rule is not None)
-        self._running.policy, self._running.routes = policy, policy.caps
+            layer.follow(policy)
+        self._running.follow(policy)
 
     @property
     def placement(self) -> ExpertPlacement | None:
@@ -124,7 +125,7 @@ class Pace:
         """Put the model back exactly as it was; statistics can still be read. Twice is once."""
         if self._attached:
             self._attached = False
-            _remove(self._layers, self._hooks)
+            self._undo.close()
 
     def __enter__(self) -> Pace:
         return self
@@ -181,23 +182,15 @@ def attach(
         layers = [AttachedLayer(site, observe(site), i, running) for i, site in enumerate(sites)]
     for layer in layers:
         layer.set_placement(placement_of(layer, placement))
-    hooks: list[Any] = []
-    pace = Pace(layers, running, hooks, model)
-    try:
+    with ExitStack() as undo:
+        for layer in layers:
+            undo.callback(layer.remove)
+        pace = Pace(layers, running, undo, model)
         pace._set_policy(policy)
         running.unproven = [layer for layer in layers if layer.unproven]
         for layer in layers:
             layer.install()
         for module in forward_models(model, [site.block for site in sites]):
-            hooks.extend(running.watch(module))
-    except BaseException:
-        _remove(layers, hooks)
-        raise
+            undo.callback(running.watch(module))
+        pace._undo = undo.pop_all()
     return pace
-
-
-def _remove(layers: list[AttachedLayer], hooks: list[Any]) -> None:
-    for hook in hooks:
-        hook.remove()
-    for layer in layers:
-        layer.remove()

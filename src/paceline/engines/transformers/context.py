@@ -1,6 +1,6 @@
 """What a forward of the model says of its tokens: padding, position, request, device, modality.
 
-MoE layers see flattened rows. A pre-hook on the model keeps the arguments of the running forward;
+MoE layers see flattened rows. What stands in for the model's forward keeps its arguments;
 what the policy needs is derived from them at most once a forward, and only when a layer asks.
 """
 
@@ -45,22 +45,49 @@ class ForwardContext:
         arguments: of the forward, by name.
         config: of the model that runs, for its modality token ids.
         token_source: what tells on which device a token lives.
+        counts_past: whether anybody will ask what was cached before; a mask that needs it does.
+
+    Attributes:
+        tokens: ids [batch, length] or embeddings [batch, length, hidden], None where the forward
+            doesn't tell.
+        shape: (batch, length) of the tokens, None without them.
+        rows: batch * length, None without tokens.
     """
 
-    def __init__(self, arguments: dict[str, Any], config: Any, token_source: TokenSource) -> None:
+    def __init__(
+        self,
+        arguments: dict[str, Any],
+        config: Any,
+        token_source: TokenSource,
+        counts_past: bool = True,
+    ) -> None:
         self._arguments, self._config, self._token_source = arguments, config, token_source
         self._known: dict[str, Any] = {}
-        self._past = _cached_tokens(arguments)  # read now: the forward adds to the cache
-        tokens = _tokens(arguments)
+        self.tokens = tokens = tokens_of(arguments)
         self.shape: tuple[int, int] | None = None
-        self.device = torch.device("cpu")
+        self.rows: int | None = None
         if tokens is not None:
-            self.shape, self.device = (tokens.shape[0], tokens.shape[1]), tokens.device
+            batch, length = tokens.shape[:2]
+            self.shape, self.rows = (batch, length), batch * length
+        mask = arguments.get("attention_mask")
+        self._past: int | Tensor = 0
+        if counts_past or (mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2)):
+            self._past = _cached_tokens(arguments)  # read now: the forward adds to the cache
+
+    def has_tokens_of(self, arguments: dict[str, Any]) -> bool:
+        """Whether a forward inside this one, called so, gets these tokens, in this or other form.
+
+        It does too where it is given none that can be seen.
+        """
+        tokens = tokens_of(arguments)
+        if self.tokens is None or tokens is None or tokens is self.tokens:
+            return self.tokens is not None
+        return tokens.shape[:2] == self.shape
 
     @property
-    def rows(self) -> int | None:
-        """batch * length, None where the forward doesn't tell."""
-        return None if self.shape is None else self.shape[0] * self.shape[1]
+    def device(self) -> torch.device:
+        """Where the tokens are."""
+        return torch.device("cpu") if self.tokens is None else self.tokens.device
 
     @property
     def _ends(self) -> Tensor | None:
@@ -262,19 +289,13 @@ def forward_models(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]
     return found
 
 
-def _tokens(arguments: dict[str, Any]) -> Tensor | None:
+def tokens_of(arguments: dict[str, Any]) -> Tensor | None:
     """Ids [batch, length] or embeddings [batch, length, hidden] a forward is given, if any."""
     for name in ("input_ids", "inputs_embeds", "decoder_input_ids"):
         tokens = arguments.get(name)
         if isinstance(tokens, Tensor) and tokens.dim() >= 2:
             return tokens
     return None
-
-
-def token_shape(arguments: dict[str, Any]) -> tuple[int, int] | None:
-    """(batch, length) of a forward's tokens, None where it is given none."""
-    tokens = _tokens(arguments)
-    return None if tokens is None else (tokens.shape[0], tokens.shape[1])
 
 
 def named_arguments(

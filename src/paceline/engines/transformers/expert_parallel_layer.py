@@ -71,14 +71,14 @@ class ParallelLayer(AttachedLayer):
         self.parallel.link.agree("policy", str(policy))
         return policy
 
-    def _idle(self, ids: Tensor) -> bool:
+    def _idle(self, rows: int, on_cpu: bool) -> bool:
         if not self.parallel.shares_batch and self._running.policy.pool == "batch":
             return False  # with a common budget no rank may decide alone to stay out
-        return super()._idle(ids)
+        return super()._idle(rows, on_cpu)
 
-    def _min_expert_load(self, device_type: str) -> float:
+    def _min_expert_load(self, policy: CapacityPolicy, device_type: str) -> float:
         # an expert gets tokens of all ranks, about as many from each
-        enough = super()._min_expert_load(device_type)
+        enough = super()._min_expert_load(policy, device_type)
         return enough if self.parallel.shares_batch else _a_rank(enough, self.parallel.link.size)
 
     def _route(self, inputs: RoutingInputs) -> Assignment:

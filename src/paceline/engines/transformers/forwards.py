@@ -23,19 +23,31 @@ def bind(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     return (*args, *(kwargs[n] for n in names[len(args) :] if n in kwargs)) if kwargs else args
 
 
+_MISSING = object()
+
+
+def stand_in(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Give one module instance another forward; returns what puts the former one back."""
+    former = module.__dict__.get("forward", _MISSING)
+    module.__dict__["forward"] = forward
+
+    def undo() -> None:
+        if former is _MISSING:
+            module.__dict__.pop("forward", None)
+        else:
+            module.__dict__["forward"] = former
+
+    return undo
+
+
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Give one module instance another forward for a while."""
-    missing = object()
-    former = module.__dict__.get("forward", missing)
-    module.__dict__["forward"] = forward
+    undo = stand_in(module, forward)
     try:
         yield
     finally:
-        if former is missing:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = former
+        undo()
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")

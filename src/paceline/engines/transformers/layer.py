@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from paceline.engines.transformers.discovery import Sighting, Site, count_experts
 from paceline.engines.transformers.execution import Execution
-from paceline.engines.transformers.forwards import argument_names, bind
+from paceline.engines.transformers.forwards import argument_names, bind, stand_in
 from paceline.engines.transformers.scores import Scoring, find_scoring
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
@@ -21,8 +22,6 @@ from paceline.routing.stats import LoadAccumulator
 
 if TYPE_CHECKING:
     from paceline.engines.transformers.running import Running
-
-_MISSING = object()
 
 
 class AttachedLayer:
@@ -46,11 +45,10 @@ class AttachedLayer:
         self.scoring: Scoring = find_scoring(site, sighting, self.num_experts)
         self._names = argument_names(site.experts.forward)
         self._execution = Execution(site, sighting, self.num_experts)
-        self._former = site.experts.__dict__.get("forward", _MISSING)
         self._original: Callable[..., Tensor] = site.experts.forward
         self._router_call: tuple[Tensor, Any] | None = None
-        self._attached = True
-        self._hook: Any = None
+        self._few = (0, 0)
+        self._undo: dict[str, Callable[[], None]] = {}
         # where only the router could be tried, that the block calls its experts is seen later
         self.unproven = not sighting.ran_block
         self.set_placement(None)
@@ -70,40 +68,40 @@ class AttachedLayer:
 
     def install(self) -> None:
         """Take the place of the experts' forward."""
-        self.site.experts.__dict__["forward"] = self.forward
+        self._undo["experts"] = stand_in(self.site.experts, self.forward)
 
     def remove(self) -> None:
         """Put everything back as it was."""
-        self._attached = False
-        self.watch_router(False)
-        if self._former is _MISSING:
-            self.site.experts.__dict__.pop("forward", None)
-        else:
-            self.site.experts.__dict__["forward"] = self._former
+        while self._undo:
+            self._undo.popitem()[1]()
+        self._router_call = None
 
     def watch_router(self, wanted: bool) -> None:
         """Keep what the router says, while a policy needs scores."""
-        wanted = wanted or (self.unproven and self._attached)
-        if not wanted and self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        wanted = wanted or self.unproven
+        if not wanted and "router" in self._undo:
+            self._undo.pop("router")()
             self._router_call = None
-        elif wanted and self._hook is None:
+        elif wanted and "router" not in self._undo:
+            run = self.site.router.forward
 
-            def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+            @wraps(run)
+            def kept(*args: Any, **kwargs: Any) -> Any:
+                out = run(*args, **kwargs)
                 self._router_call = (args[0] if args else next(iter(kwargs.values())), out)
+                return out
 
-            self._hook = self.site.router.register_forward_hook(keep, with_kwargs=True)
+            self._undo["router"] = stand_in(self.site.router, kept)
 
     # -- running ----------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The experts' forward: `(hidden_states, top_k_index, top_k_weights)`, by name or not."""
-        hidden, ids, weights = bind(self._names, args, kwargs)
-        running = self._running
+        hidden, ids, weights = bind(self._names, args, kwargs) if kwargs else args
+        running, rows = self._running, ids.shape[0]
         self.unproven = False
-        if not running.routes or self._idle(ids):
-            self.loads.observe(ids, self._valid(ids.shape[0]))
+        if not running.routes or self._idle(rows, ids.is_cpu):
+            self.loads.observe(ids, self._valid(rows))
             return self._original(hidden, ids, weights)
         assignment = self._route(self._inputs(ids, weights))
         with torch.no_grad():
@@ -140,17 +138,23 @@ class AttachedLayer:
             kept_weights = torch.where(beyond, _widened(weights, kept_weights), kept_weights)
         return self._execution(self._original, hidden, kept_ids, kept_weights)
 
-    def _idle(self, ids: Tensor) -> bool:
+    def follow(self, policy: CapacityPolicy) -> None:
+        """Make ready for a policy, before it is put in force."""
+        self.watch_router(policy.caps and self.scoring.rule is not None)
+        loads = [self._min_expert_load(policy, device) for device in ("cuda", "cpu")]
+        few, on_cpu = (tokens_needed(load, self.k, self.num_experts) for load in loads)
+        self._few = few, on_cpu
+
+    def _idle(self, rows: int, on_cpu: bool) -> bool:
         """Whether it is certain on the host that nothing will be capped."""
-        policy, context = self._running.policy, self._running.context
-        enough = self._min_expert_load(ids.device.type)
-        if ids.shape[0] < tokens_needed(enough, self.k, self.num_experts):
+        if rows < self._few[on_cpu]:
             return True
+        policy, context = self._running.policy, self._running.context
         return policy.phase == "prefill" and context is not None and context.is_decode
 
-    def _min_expert_load(self, device_type: str) -> float:
+    def _min_expert_load(self, policy: CapacityPolicy, device_type: str) -> float:
         """Mean tokens an expert, of this layer's rows, below which nothing is capped."""
-        return self._running.policy.resolved_min_expert_load(device_type)
+        return policy.resolved_min_expert_load(device_type)
 
     def _valid(self, rows: int) -> Tensor | None:
         context = self._running.context

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +15,8 @@ from paceline.engines.transformers.context import (
     TokenSource,
     named_arguments,
     parameter_names,
-    token_shape,
 )
+from paceline.engines.transformers.forwards import stand_in
 from paceline.policy import CapacityPolicy
 
 if TYPE_CHECKING:
@@ -39,56 +41,58 @@ class Running:
 
     def __init__(self, token_source: TokenSource) -> None:
         self.policy = CapacityPolicy()
-        self.routes = False
+        self.routes = self._counts_past = False
         self.context: ForwardContext | None = None
         with torch.inference_mode(False):
             self.step = torch.tensor(-1)
         self.unproven: list[AttachedLayer] = []
-        self._stack: list[tuple[nn.Module, ForwardContext]] = []
         self._warned = False
         self.token_source = token_source
 
-    def watch(self, module: nn.Module) -> list[Any]:
+    def follow(self, policy: CapacityPolicy) -> None:
+        """Put a policy in force."""
+        self.policy, self.routes = policy, policy.caps
+        self._counts_past = policy.phase == "prefill" or policy.protect_first > 0
+
+    def watch(self, module: nn.Module) -> Callable[[], None]:
         """Follow a module's forwards; the innermost one that brings tokens of its own counts.
 
         A language model inside another model mostly gets the same tokens; a vision tower gets
         patches, and a decoder its own tokens.
+
+        Returns:
+            What ends it.
         """
-        names = parameter_names(module)
+        forward, names = module.forward, parameter_names(module)
         takes_tokens = bool({"input_ids", "inputs_embeds"} & set(names))
         config = getattr(module, "config", None)
 
-        def before(m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            arguments = named_arguments(names, args, kwargs)
-            if any(owner is m for owner, _ in self._stack):
-                self._stack.clear()  # left by a forward that was interrupted
-            inner = bool(self._stack)
-            if inner and takes_tokens:
-                outer = self._stack[-1][1]
-                if outer.shape is not None and token_shape(arguments) in (None, outer.shape):
-                    self._stack.append((m, outer))
-                    return
-            self.context = ForwardContext(arguments, config, self.token_source)
-            self._stack.append((m, self.context))
-            if inner:
-                return
-            if self.policy.keep == "random":
-                self.step.add_(1)
-            if self.routes and not self._warned and not torch.compiler.is_compiling():
-                self._warn_of_sharing(self.context)
+        # not a pair of hooks: of a small model's decode step they cost twice as much
+        @wraps(forward)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            outer, arguments = self.context, named_arguments(names, args, kwargs)
+            if outer is None or not (takes_tokens and outer.has_tokens_of(arguments)):
+                self._enter(ForwardContext(arguments, config, self.token_source, self._counts_past))
+            try:
+                out = forward(*args, **kwargs)
+            finally:
+                self.context = outer
+            if outer is None:
+                for layer in self.unproven:
+                    layer.check_ran()
+            return out
 
-        def after(m: nn.Module, args: Any, out: Any) -> None:
-            if self._stack and self._stack[-1][0] is m:
-                self._stack.pop()
-                self.context = self._stack[-1][1] if self._stack else None
-                if not self._stack:
-                    for layer in self.unproven:
-                        layer.check_ran()
+        return stand_in(module, watched)
 
-        return [
-            module.register_forward_pre_hook(before, with_kwargs=True),
-            module.register_forward_hook(after, always_call=True),
-        ]
+    def _enter(self, context: ForwardContext) -> None:
+        """The tokens of `context` are what layers see from here."""
+        outermost, self.context = self.context is None, context
+        if not (self.routes and outermost):
+            return
+        if self.policy.keep == "random":
+            self.step.add_(1)
+        if not self._warned and not torch.compiler.is_compiling():
+            self._warn_of_sharing(context)
 
     def _warn_of_sharing(self, context: ForwardContext) -> None:
         """Say once that users who share a batch affect each other (docs/method.md)."""
