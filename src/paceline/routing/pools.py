@@ -45,7 +45,7 @@ class TokenPools:
         if self.valid is not None:
             pool = torch.where(self.valid, pool, self.count)
         ordered, order = torch.sort(pool, stable=True)
-        return torch.empty_like(pool).scatter_(0, order, position_in_run(ordered))
+        return torch.empty_like(pool).scatter_(0, order, position_in_run(ordered).long())
 
 
 def token_pools(inputs: RoutingInputs, pool: Pool, num_devices: int) -> TokenPools:
@@ -105,8 +105,8 @@ def token_devices(inputs: RoutingInputs, num_devices: int, needed_by: str) -> Te
 
 
 def position_in_run(ordered: Tensor) -> Tensor:
-    """[n] int64: index of each element within its run of equal neighbours."""
-    position = torch.arange(ordered.shape[0], device=ordered.device)
+    """[n] int32: index of each of fewer than 2 ** 31 elements within its run of equal neighbours."""
+    position = torch.arange(ordered.shape[0], device=ordered.device, dtype=torch.int32)
     starts = torch.ones_like(ordered, dtype=torch.bool)
     starts[1:] = ordered[1:] != ordered[:-1]
     return position - torch.cummax(torch.where(starts, position, 0), 0).values

@@ -64,20 +64,26 @@ def first_of_each_group(
     Returns:
         [tokens, slots] bool.
     """
-    major, minor, minor_bits = group, key, KEY_BITS
+    minor, minor_bits, shape = key, KEY_BITS, group.shape
     if priority_key is not None:
         minor = (priority_key.unsqueeze(1) << minor_bits) | minor
         minor_bits += PRIORITY_BITS
     if genuine_slots is not None:
-        extra = torch.arange(group.shape[1], device=group.device) >= genuine_slots
+        extra = torch.arange(shape[1], device=group.device) >= genuine_slots
         minor = (extra.long() << minor_bits) | minor
         minor_bits += 1
+    # What is no longer needed is let go of: the largest batches are bound by memory.
     if num_groups < 1 << (63 - minor_bits):
-        packed, order = torch.sort(((major << minor_bits) | minor).flatten(), stable=True)
-        ordered_group = packed >> minor_bits
+        packed = group << minor_bits
+        packed |= minor
+        del group, key, minor
+        ordered, order = torch.sort(packed.flatten(), stable=True)
+        del packed
+        ordered >>= minor_bits
     else:  # too many groups for one word: two stable sorts, the minor one first
         order = torch.sort(minor.flatten(), stable=True).indices
-        ordered_group, by_group = torch.sort(major.flatten()[order], stable=True)
+        ordered, by_group = torch.sort(group.flatten()[order], stable=True)
         order = order[by_group]
-    rank = torch.empty_like(order).scatter_(0, order, position_in_run(ordered_group))
-    return (rank.view_as(group) < capacity) & (group < num_groups)
+    places = capacity if capacity.numel() == 1 else capacity.expand(shape).flatten()[order]
+    fits = (position_in_run(ordered) < places.flatten()) & (ordered < num_groups)
+    return torch.empty_like(fits).scatter_(0, order, fits).view(shape)
