@@ -23,6 +23,7 @@ class ExpertPlacement:
     num_devices: int
     sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _experts: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.expert_to_device:
@@ -39,7 +40,11 @@ class ExpertPlacement:
         for expert, device in enumerate(self.expert_to_device):
             experts[device].append(expert)
         object.__setattr__(self, "_experts", tuple(map(tuple, experts)))
+        object.__setattr__(self, "_hash", hash((self.expert_to_device, self.num_devices)))
         object.__setattr__(self, "sizes", tuple(map(len, experts)))
+
+    def __hash__(self) -> int:
+        return self._hash  # of every expert's device, so computed once
 
     @classmethod
     def contiguous(cls, num_experts: int, num_devices: int) -> ExpertPlacement:

@@ -31,6 +31,8 @@ class Units:
         sizes: the different numbers of experts that units host, ascending.
         size_of: [units] index of each unit's size in `sizes`.
         size_of_expert: [experts + 1] index in `sizes` of the unit of each expert; the last: any.
+        on_host: [experts] `of_expert` as an array, not to be written to.
+        unbounded: [1, units] places where nothing is capped, as an array, not to be written to.
     """
 
     def __init__(self, placement: ExpertPlacement) -> None:
@@ -39,6 +41,8 @@ class Units:
         self.sizes = tuple(sorted(set(placement.sizes)))
         self.size_of = tuple(self.sizes.index(size) for size in placement.sizes)
         self.size_of_expert = (*(self.size_of[unit] for unit in placement.expert_to_device), 0)
+        self.on_host = np.array(placement.expert_to_device, dtype=np.int64)
+        self.unbounded = np.full((1, self.count), INT64_MAX)
 
 
 @lru_cache(maxsize=256)
@@ -50,11 +54,16 @@ def units_of(placement: ExpertPlacement, unit: Unit) -> Units:
 
 
 @lru_cache(maxsize=1024)
-def places_on_host(units: Units, factor: Fraction, k: int, tokens: int) -> npt.NDArray[np.int64]:
-    """[units] places where the number of tokens is known on the host. Not to be written to."""
-    per_expert = factor * tokens * k / units.num_experts
-    by_size = [min(ceil(per_expert * size), INT64_MAX) for size in units.sizes]
-    return np.array([by_size[size] for size in units.size_of], dtype=np.int64)
+def places_on_host(
+    units: Units, factors: tuple[float, ...], k: int, tokens: int
+) -> npt.NDArray[np.int64]:
+    """[factors, units] places where the host knows the number of tokens. Not to be written to."""
+    table = []
+    for factor in factors:  # floats, which a cache finds much quicker than fractions
+        per_expert = Fraction(str(factor)) * tokens * k / units.num_experts
+        by_size = [min(ceil(per_expert * size), INT64_MAX) for size in units.sizes]
+        table.append([by_size[size] for size in units.size_of])
+    return np.array(table, dtype=np.int64)
 
 
 class Budget:

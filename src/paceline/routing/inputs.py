@@ -43,35 +43,41 @@ class RoutingInputs:
     step: int | Tensor = 0
 
     def __post_init__(self) -> None:
-        ids = self.topk_ids
-        if ids.dim() != 2 or ids.shape[1] < 1:
-            raise ValueError(f"topk_ids has shape {_shape(ids)}: allowed is [tokens, k], k >= 1.")
-        if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
-            raise ValueError(f"topk_ids has dtype {ids.dtype}: allowed is an integer dtype.")
-        if not self.topk_weights.is_floating_point():
+        shape, dtype = self.topk_ids.shape, self.topk_ids.dtype
+        if len(shape) != 2 or shape[1] < 1:
+            raise ValueError(f"topk_ids has shape {list(shape)}: allowed is [tokens, k], k >= 1.")
+        if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+            raise ValueError(f"topk_ids has dtype {dtype}: allowed is an integer dtype.")
+        if not self.topk_weights.dtype.is_floating_point:
             raise ValueError(
                 f"topk_weights has dtype {self.topk_weights.dtype}: allowed is a float dtype."
             )
-        for name in ("topk_weights", "topk_scores"):
-            tensor = getattr(self, name)
-            if tensor is not None and tensor.shape != ids.shape:
-                raise ValueError(
-                    f"{name} has shape {_shape(tensor)}: allowed is {_shape(ids)}, as topk_ids."
-                )
-        if self.scores is not None and (
-            self.scores.dim() != 2 or self.scores.shape[0] != ids.shape[0]
+        for name, tensor in (
+            ("topk_weights", self.topk_weights),
+            ("topk_scores", self.topk_scores),
         ):
+            if tensor is not None and tensor.shape != shape:
+                raise ValueError(
+                    f"{name} has shape {list(tensor.shape)}: allowed is {list(shape)}, as topk_ids."
+                )
+        scores = self.scores
+        if scores is not None and (scores.dim() != 2 or scores.shape[0] != shape[0]):
             raise ValueError(
-                f"scores has shape {_shape(self.scores)}: allowed is [{ids.shape[0]}, experts]."
+                f"scores has shape {list(scores.shape)}: allowed is [{shape[0]}, experts]."
             )
-        for name in ("valid", "token_source", "token_request", "token_priority", "token_decode"):
-            tensor = getattr(self, name)
+        for name, tensor in (
+            ("valid", self.valid),
+            ("token_source", self.token_source),
+            ("token_request", self.token_request),
+            ("token_priority", self.token_priority),
+            ("token_decode", self.token_decode),
+        ):
             if tensor is None:
                 continue
-            if tensor.shape != ids.shape[:1]:
+            if tensor.shape != shape[:1]:
                 raise ValueError(
-                    f"{name} has shape {_shape(tensor)}: allowed is one entry a token, "
-                    f"[{ids.shape[0]}]."
+                    f"{name} has shape {list(tensor.shape)}: allowed is one entry a token, "
+                    f"[{shape[0]}]."
                 )
             wants_bool = name in ("valid", "token_decode")
             if tensor.is_floating_point() or (tensor.dtype is torch.bool) != wants_bool:
@@ -84,12 +90,13 @@ class RoutingInputs:
         Raises:
             ValueError: where none tells, or two disagree.
         """
-        told = {
-            "placement": None if placement is None else placement.num_experts,
-            "scores": None if self.scores is None else int(self.scores.shape[1]),
-            "num_experts": self.num_experts,
-        }
-        known = {name: count for name, count in told.items() if count is not None}
+        known = {}
+        if placement is not None:
+            known["placement"] = placement.num_experts
+        if self.scores is not None:
+            known["scores"] = self.scores.shape[1]
+        if self.num_experts is not None:
+            known["num_experts"] = self.num_experts
         if not known:
             raise ValueError(
                 "the number of experts is unknown: give scores, a placement or num_experts."
@@ -98,7 +105,3 @@ class RoutingInputs:
             said = ", ".join(f"{name} says {count}" for name, count in known.items())
             raise ValueError(f"the number of experts is not the same everywhere: {said}.")
         return next(iter(known.values()))
-
-
-def _shape(tensor: Tensor) -> list[int]:
-    return list(tensor.shape)

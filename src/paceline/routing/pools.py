@@ -105,7 +105,7 @@ def token_devices(inputs: RoutingInputs, num_devices: int, needed_by: str) -> Te
 
 
 def position_in_run(ordered: Tensor) -> Tensor:
-    """[n] int32: index of each of fewer than 2 ** 31 elements within its run of equal neighbours."""
+    """[n] int32: index of each element, fewer than 2 ** 31, in its run of equal neighbours."""
     position = torch.arange(ordered.shape[0], device=ordered.device, dtype=torch.int32)
     starts = torch.ones_like(ordered, dtype=torch.bool)
     starts[1:] = ordered[1:] != ordered[:-1]

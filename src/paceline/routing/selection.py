@@ -71,17 +71,20 @@ class Backend(Protocol):
 
 def backend_for(inputs: RoutingInputs) -> Backend:
     """The backend that suits these tensors, or the forced one."""
+    if _forced is not None:
+        return _module(_forced)
     ids, weights = inputs.topk_ids, inputs.topk_weights
-    name = _forced
-    if name is None:
-        name = "plain"
-        # a subclass (fake, traced, distributed) has no memory to work on; nor do kernels have
-        # gradients
-        real = type(ids) is Tensor and type(weights) is Tensor
-        if real and not (weights.requires_grad and torch.is_grad_enabled()):
-            name = {"cpu": "native", "cuda": "cuda"}.get(ids.device.type, "plain")
-            name = name if _installed(name) else "plain"
-    return _module(name)
+    # a subclass (fake, traced, distributed) has no memory to work on; nor do kernels have gradients
+    real = type(ids) is Tensor and type(weights) is Tensor
+    if real and not (weights.requires_grad and torch.is_grad_enabled()):
+        return _fastest(ids.device.type)
+    return _module("plain")
+
+
+@lru_cache
+def _fastest(device_type: str) -> Backend:
+    name = {"cpu": "native", "cuda": "cuda"}.get(device_type, "plain")
+    return _module(name if _installed(name) else "plain")
 
 
 @contextmanager

@@ -25,36 +25,54 @@ def _compiled(function: Callable[..., Any]) -> Any:
 
 @_compiled
 def choose(
-    ids, weights, first, last, valid, pool, priority, metric, kind,
-    unit_of, units, places, taken, keys, kept_ids, kept_weights, kept,
+    ids, weights, k, valid, pool, priority, metric, kind,
+    unit_of, units, places, keys, kept_ids, kept_weights, kept,
 ):  # fmt: skip
-    """Keep the best of slots [first, last) in each group, pool * units + unit.
+    """Keep the best of each group, pool * units + unit.
 
     Args:
         ids: [T, S] int64 experts; outside [0, experts): no assignment.
-        weights: [T, S] of any type.
+        weights: [T, S] bits of any type.
         valid, pool, priority: [T], or empty: all valid, one pool, all alike.
         metric: [T, W] float32, or keys in its bits, see `kind`.
         unit_of: [experts] unit of each expert.
-        places: [groups] places; of which `taken` [groups] are so already. Counted on.
+        places: [1, groups] places; or [2, groups]: first for slots [0, k) alone, then for the other
+            slots, with those that are taken already among them.
         keys: [T * S + 1] scratch, of 32 bits, or of 64 to hold a priority too.
-        kept_ids, kept_weights, kept: [T, S], written.
+        kept_ids, kept_weights, kept: [T, S], written; meanwhile an assignment's group is kept in
+            kept_ids, as every new page costs more than a look at it.
     """
+    taken = np.zeros(places.shape[1], np.int64)
+    for part in range(places.shape[0]):
+        first, last = (k, ids.shape[1]) if part else (0, ids.shape[1])
+        if part + 1 < places.shape[0]:
+            last = k
+        _choose_slots(
+            ids, weights, first, last, valid, pool, priority, metric, kind,
+            unit_of, units, places[part], taken, keys, kept_ids, kept_weights, kept,
+        )  # fmt: skip
+
+
+@_compiled
+def _choose_slots(
+    ids, weights, first, last, valid, pool, priority, metric, kind,
+    unit_of, units, places, taken, keys, kept_ids, kept_weights, kept,
+):  # fmt: skip
+    """`choose` among slots [first, last); adds to `taken` [groups] how many of each group stay."""
     # unsigned, as a signed index costs a test for counting from the end
     rows, first, width = np.uint64(ids.shape[0]), np.uint64(first), np.uint64(last - first)
     experts, groups = unit_of.size, places.size
     bits_of = metric.view(np.int32)
-    group = np.empty((rows, width), np.uint32)
     size = np.zeros(groups + 1, np.int64)
     for t in range(rows):
         base = pool[t] * units if pool.size else 0
         live = valid.size == 0 or valid[t]
         for j in range(width):
             e = ids[t, first + j]
-            g = np.uint32(groups)
+            g = np.uint64(groups)
             if live and 0 <= e < experts:
-                g = np.uint32(base + unit_of[e])
-            group[t, j] = g
+                g = np.uint64(base + unit_of[np.uint64(e)])
+            kept_ids[t, first + j] = g
             size[g] += 1
 
     # Below nothing branches on the data: which groups are overfull and who stays is anybody's
@@ -62,7 +80,7 @@ def choose(
     # on the scratch cell 0, and its bound lets all of them through.
     start = np.zeros(groups + 1, np.uint32)
     step = np.zeros(groups + 1, np.uint32)
-    total = 1
+    total, keys[0] = 1, 0
     for g in range(groups):
         room = max(places[g] - taken[g], 0)
         if size[g] > room:
@@ -79,8 +97,8 @@ def choose(
         for t in range(rows):
             rank = np.uint64(priority[t]) << np.uint64(32) if priority.size else np.uint64(0)
             for j in range(width):
-                g = group[t, j]
                 column = first + j
+                g = np.uint64(kept_ids[t, column])
                 if kind == BY_EXPERT:
                     column = np.uint64(ids[t, column] if g < groups else 0)
                 bits = bits_of[t, column]
@@ -96,17 +114,19 @@ def choose(
 
     for t in range(rows):
         for j in range(width):
-            g = group[t, j]
+            column = first + j
+            g = np.uint64(kept_ids[t, column])
             p = start[g]
             start[g] = p + step[g]
-            key = keys[p]
+            key = np.uint64(keys[p])
             keep = key < bound[g]
             if key == bound[g]:
                 keep = ties[g] > 0
                 ties[g] -= 1
-            kept[t, first + j] = keep
-            kept_ids[t, first + j] = ids[t, first + j] if keep else experts
-            kept_weights[t, first + j] = weights[t, first + j] if keep else 0
+            mask = -np.int64(keep)
+            kept[t, column] = keep
+            kept_ids[t, column] = (ids[t, column] & mask) | (experts & ~mask)
+            kept_weights[t, column] = weights[t, column] & mask
 
 
 @_compiled

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from paceline.placement import ExpertPlacement
-from paceline.routing.budget import Budget, Units, places_on_host
+from paceline.routing.budget import Budget, places_on_host
 from paceline.routing.candidates import Candidates
-from paceline.routing.capacity import INT64_MAX
 from paceline.routing.kernels import plain
 from paceline.routing.kernels.jit import BY_EXPERT, BY_SLOT, KEYS, choose, extend
 from paceline.routing.metrics import metric_key, require_scores
@@ -79,11 +78,11 @@ def _device_of(placement: ExpertPlacement) -> Array:
 
 def keep_best(budget: Budget, candidates: Candidates, fill: bool = False) -> Kept:
     """See `paceline.routing.selection.Backend`."""
-    policy, units = budget.policy, budget.units
+    policy, units, inputs = budget.policy, budget.units, budget.inputs
     ids = candidates.ids.long().contiguous()
-    factors = [policy.factor, policy.fill_factor] if fill else [policy.factor]
+    pool = _NO_NUMBERS
     if policy.pool == "batch":
-        pool, places = _NO_NUMBERS, _places_of_batch(budget, factors)
+        places = _places_of_batch(budget, fill)
     else:
         pools = budget.pools
         assert pools.of_token is not None
@@ -91,24 +90,20 @@ def keep_best(budget: Budget, candidates: Candidates, fill: bool = False) -> Kep
         count = int(sizes.nonzero()[0][-1]) + 1 if sizes.any() else 0
         if count * units.count > 4 * ids.numel():  # a table of groups would outgrow the tokens
             return plain.keep_best(budget, candidates, fill)
-        places = [_array(budget.capacity(factor))[:count].ravel() for factor in factors]
-    valid = budget.inputs.valid
+        factors = [policy.factor, policy.fill_factor] if fill else [policy.factor]
+        places = np.stack([_array(budget.capacity(factor))[:count].ravel() for factor in factors])
     priority = _NO_NUMBERS if budget.priority is None else _array(budget.priority)
     metric, kind = _metric(budget, candidates)
-    keys = np.zeros(ids.numel() + 1, np.uint64 if priority.size else np.uint32)
-
     weights = candidates.weights.contiguous()
     kept_ids, kept_weights = torch.empty_like(ids), torch.empty_like(weights)
-    kept = torch.empty(ids.shape, dtype=torch.bool)
-    taken = np.zeros(places[0].size, np.int64)
-    bounds = [(0, candidates.k), (candidates.k, ids.shape[1])] if fill else [(0, ids.shape[1])]
-    for (first, last), table in zip(bounds, places, strict=True):
-        choose(
-            ids.numpy(), _moved(weights), first, last,
-            _NO_FLAGS if valid is None else _array(valid), pool, priority, metric, kind,
-            _unit_of(units), units.count, table, taken, keys,
-            kept_ids.numpy(), _moved(kept_weights), kept.numpy(),
-        )  # fmt: skip
+    kept = torch.empty_like(ids, dtype=torch.bool)
+    choose(
+        ids.numpy(), _bits(weights), candidates.k,
+        _NO_FLAGS if inputs.valid is None else _array(inputs.valid), pool, priority, metric, kind,
+        units.on_host, units.count, places,
+        np.empty(ids.numel() + 1, np.uint64 if priority.size else np.uint32),
+        kept_ids.numpy(), _bits(kept_weights), kept.numpy(),
+    )  # fmt: skip
     return Kept(kept_ids, kept_weights, kept)
 
 
@@ -125,8 +120,8 @@ def _metric(budget: Budget, candidates: Candidates) -> tuple[Array, int]:
     return _array(keys.int()).view(np.float32), KEYS
 
 
-def _places_of_batch(budget: Budget, factors: list[Any]) -> list[Array]:
-    """[units] places for each factor, where all tokens share one budget."""
+def _places_of_batch(budget: Budget, fill: bool) -> Array:
+    """[1, units] places, or [2, units] with those that extras may fill, for one pool of tokens."""
     inputs, policy = budget.inputs, budget.policy
     valid = None if inputs.valid is None else _array(inputs.valid)
     tokens = budget.rows if valid is None else int(np.count_nonzero(valid))
@@ -135,28 +130,24 @@ def _places_of_batch(budget: Budget, factors: list[Any]) -> list[Array]:
         prompt = ~_array(inputs.token_decode)
         capped = bool((prompt if valid is None else prompt & valid).any())
     if not capped:
-        return [_unbounded(budget.units)] * len(factors)
-    return [places_on_host(budget.units, factor, budget.k, tokens) for factor in factors]
+        return budget.units.unbounded
+    factor = policy.capacity_factor
+    assert factor is not None
+    factors = (factor, min(policy.fill_to, factor)) if fill else (factor,)
+    return places_on_host(budget.units, factors, budget.k, tokens)
 
 
-@lru_cache(maxsize=256)
-def _unbounded(units: Units) -> Array:
-    return np.full(units.count, INT64_MAX)
+_BITS: dict[int, npt.DTypeLike] = {2: np.int16, 4: np.int32, 8: np.int64}
 
 
-@lru_cache(maxsize=256)
-def _unit_of(units: Units) -> Array:
-    return np.array(units.of_expert[:-1])
-
-
-def _moved(tensor: Tensor) -> Array:
+def _bits(weights: Tensor) -> Array:
     """Memory of weights, which are moved and never computed with; numpy has no bfloat16."""
-    return _array(tensor if tensor.element_size() > 2 else tensor.view(torch.int16))
+    size = weights.element_size()
+    array: Array = _array(weights if size > 2 else weights.view(torch.int16)).view(_BITS[size])
+    return array
 
 
 def _array(tensor: Tensor) -> Array:
     """The tensor's own memory, in C order."""
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    array: Array = tensor.contiguous().numpy()
-    return array
+    array: Array = tensor.detach().contiguous().numpy() if tensor.requires_grad else tensor.numpy()
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
