@@ -3,6 +3,7 @@
     python benchmarks/router.py                       every backend and installed peer, one thread
     python benchmarks/router.py --shapes 4096,64,8 --rounds 50
     python benchmarks/router.py --plot router.html    cost against T and against E as well
+    python benchmarks/router.py --only-costs          memory and first-use compile time alone
 
 Before timing, every backend has to keep the same set as the reference, and the same as each peer
 where both define one (a cap per expert, ranked by score). Then all take turns, and each round
@@ -14,8 +15,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -217,6 +222,80 @@ def one_shape(shape: tuple[int, int, int], args: argparse.Namespace) -> dict[str
     return {"shape": shape, "rounds": rounds, "ratios": table, "same_set": same}
 
 
+def in_new_process(function: str, *values: str, **environment: str) -> float:
+    """The number that a function of this file gives in a process of its own."""
+    call = f"import router; print(router.{function}(*{values!r}))"
+    run = subprocess.run(
+        [sys.executable, "-c", call],
+        env={**os.environ, **environment, "PYTHONPATH": str(Path(__file__).parent)},
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    return float(run.stdout.split()[-1])
+
+
+def one_route(backend: str, kind: str, shape: tuple[int, int, int]) -> Router:
+    """Token Drop at a unit, or Expanded Drop with 8 local candidates, of one shape."""
+    torch.set_num_threads(1)
+    tokens, experts, k = shape
+    scores, weights, ids = floor(skewed_logits(tokens, experts), k)
+    common: dict[str, Any] = {"capacity_factor": 1.0, "min_expert_load": 0}
+    devices = 8 if kind == "device" else experts // 8
+    placement, source = ExpertPlacement.contiguous(experts, devices), None
+    if kind == "expanded":
+        policy = CapacityPolicy(expand="own_device", **common)
+        source = torch.arange(tokens) * devices // tokens
+    else:
+        policy = CapacityPolicy(unit=kind, **common)
+
+    def run() -> Assignment:
+        with using_backend(backend):
+            inputs = RoutingInputs(ids, weights, scores, token_source=source)
+            return route(inputs, policy, placement)
+
+    return run
+
+
+def bytes_an_assignment(backend: str, kind: str) -> float:
+    """Peak of this process's memory in one call, beyond the inputs, by slots of the result."""
+    run, clear = one_route(backend, kind, (65536, 128, 8)), Path("/proc/self/clear_refs")
+
+    def resident(kind: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(kind))
+
+    one_route(backend, kind, (1024, 128, 8))()  # code and tables are there
+    clear.write_text("5")  # the peak starts anew
+    before = resident("VmRSS")
+    slots: int = run().topk_ids.numel()
+    return (resident("VmHWM") - before) / slots
+
+
+def first_call_seconds() -> float:
+    """The native backend's first call in this process."""
+    run = one_route("native", "device", (512, 8, 2))
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def costs(backends: list[str]) -> dict[str, Any]:
+    """Memory of each backend, and what the native one's first call on a machine takes."""
+    # a freed buffer has to leave the process at once, or the next one hides in its place
+    returned = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    found: dict[str, Any] = {"bytes_an_assignment": {}}
+    for backend in backends:
+        for kind in ("expert", "device", "expanded"):
+            bytes_ = in_new_process("bytes_an_assignment", backend, kind, **returned)
+            found["bytes_an_assignment"][f"{backend} {kind}"] = round(bytes_, 1)
+            print(f"  {backend} {kind}: {bytes_:.1f} bytes an assignment beyond the inputs")
+    if "native" in backends:
+        with tempfile.TemporaryDirectory() as folder:
+            for name in ("compiling_seconds", "cached_seconds"):
+                found[name] = in_new_process("first_call_seconds", NUMBA_CACHE_DIR=folder)
+                print(f"  native, first call of a process, {name}: {found[name]:.2f}")
+    return found
+
+
 def plot(args: argparse.Namespace, file: Path) -> list[dict[str, Any]]:
     """Microseconds an assignment beyond the floor, against T and against E, as a page."""
     from plotly import graph_objects
@@ -264,11 +343,15 @@ def main() -> None:
     )
     parser.add_argument("--no-peers", action="store_true", help="ours alone")
     parser.add_argument("--json", type=Path, default=RESULTS, help=f"default: {RESULTS.name}")
+    parser.add_argument("--only-costs", action="store_true", help="no timing; writes nothing")
     parser.add_argument("--plot", type=Path, help="write cost against T and E to this page")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.backends is None:
         args.backends = ["plain", *(["native"] if find_spec("numba") else [])]
+    if args.only_costs:
+        costs(args.backends)
+        return
     shapes = [tuple(map(int, text.split(","))) for text in args.shapes or []] or SHAPES
     document = {
         "environment": environment(),
@@ -282,6 +365,7 @@ def main() -> None:
         except Exception:  # not installed
             continue
     document["shapes"] = [one_shape(shape, args) for shape in shapes]  # type: ignore[arg-type]
+    document["costs"] = costs(args.backends)
     if args.plot:
         document["sweeps"] = plot(args, args.plot)
     args.json.parent.mkdir(parents=True, exist_ok=True)

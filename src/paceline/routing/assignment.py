@@ -82,7 +82,8 @@ class Assignment:
     def gate_mass(self) -> Tensor:
         """[2] float64: sum of scores (else weights) of the model's choice, and of what is kept."""
         genuine = self._genuine
-        mass = genuine.weights if genuine.scores is None else genuine.scores
+        scores = genuine.scores
+        mass = genuine.weights if scores is None else scores
         mass = torch.where(genuine.offered, mass, 0).nan_to_num(nan=0.0).double()
         return torch.stack([mass.sum(), torch.where(self._genuine_selected, mass, 0).sum()])
 

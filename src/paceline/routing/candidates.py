@@ -44,9 +44,9 @@ class Candidates:
         """[tokens, slots] int64 in [0, E), 0 where nothing is offered."""
         return torch.where(self.offered, self.ids.long(), 0)
 
-    @lazy
+    @property
     def scores(self) -> Tensor | None:
-        """[tokens, slots] float32 gate scores, None where none are known."""
+        """[tokens, slots] float32 gate scores, None where none are known; gathered anew."""
         if self.inputs.scores is not None:
             return self.inputs.scores.gather(1, self.safe_ids).float()
         return None if self.inputs.topk_scores is None else self.inputs.topk_scores.float()
@@ -154,7 +154,8 @@ def _is_chosen(ids: Tensor, chosen: Candidates, num_experts: int) -> Tensor:
 
 def _token_sums(chosen: Candidates) -> tuple[Tensor, Tensor]:
     """[tokens] float64 sums of the weights and of the scores of a token's top-k."""
-    assert chosen.scores is not None
+    scores = chosen.scores
+    assert scores is not None
     weight_sum = torch.where(chosen.offered, chosen.weights, 0).double().sum(1)
-    score_sum = torch.where(chosen.offered, chosen.scores, 0).double().sum(1)
+    score_sum = torch.where(chosen.offered, scores, 0).double().sum(1)
     return weight_sum, score_sum

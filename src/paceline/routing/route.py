@@ -112,8 +112,9 @@ def _best_extras(candidates: Candidates, left: Tensor) -> Candidates:
 
 def _trim(candidates: Candidates, selected: Tensor, max_experts: int) -> Tensor:
     """[tokens, slots] bool: a token with more than `max_experts` loses its lowest scores."""
-    assert candidates.scores is not None
-    key = torch.where(selected, descending_key(candidates.scores), 1 << KEY_BITS)
+    scores = candidates.scores
+    assert scores is not None
+    key = torch.where(selected, descending_key(scores), 1 << KEY_BITS)
     order = torch.sort(key, dim=1, stable=True).indices
     rank = torch.empty_like(order).scatter_(
         1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)

@@ -84,6 +84,7 @@ def first_of_each_group(
         order = torch.sort(minor.flatten(), stable=True).indices
         ordered, by_group = torch.sort(group.flatten()[order], stable=True)
         order = order[by_group]
-    places = capacity if capacity.numel() == 1 else capacity.expand(shape).flatten()[order]
-    fits = (position_in_run(ordered) < places.flatten()) & (ordered < num_groups)
+    places = capacity.clamp(max=torch.iinfo(torch.int32).max).int()
+    places = places.flatten() if places.numel() == 1 else places.expand(shape).flatten()[order]
+    fits = (position_in_run(ordered) < places) & (ordered < num_groups)
     return torch.empty_like(fits).scatter_(0, order, fits).view(shape)
