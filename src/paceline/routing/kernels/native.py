@@ -95,16 +95,16 @@ def keep_best(budget: Budget, candidates: Candidates, fill: bool = False) -> Kep
     priority = _NO_NUMBERS if budget.priority is None else _array(budget.priority)
     metric, kind = _metric(budget, candidates)
     weights = candidates.weights.contiguous()
-    kept_ids, kept_weights = torch.empty_like(ids), torch.empty_like(weights)
-    kept = torch.empty_like(ids, dtype=torch.bool)
+    kept_weights = torch.empty_like(weights)
+    kept_ids, kept = np.empty(ids.shape, np.int64), np.empty(ids.shape, np.bool_)
     choose(
         ids.numpy(), _bits(weights), candidates.k,
         _NO_FLAGS if inputs.valid is None else _array(inputs.valid), pool, priority, metric, kind,
         units.on_host, units.count, places,
         np.empty(ids.numel() + 1, np.uint64 if priority.size else np.uint32),
-        kept_ids.numpy(), _bits(kept_weights), kept.numpy(),
+        kept_ids, _bits(kept_weights), kept,
     )  # fmt: skip
-    return Kept(kept_ids, kept_weights, kept)
+    return Kept(torch.from_numpy(kept_ids), kept_weights, torch.from_numpy(kept))
 
 
 def _metric(budget: Budget, candidates: Candidates) -> tuple[Array, int]:
