@@ -115,7 +115,22 @@ def figure4_part(rounds: int) -> list[dict[str, Any]]:
         result = run("layer", *options, "--rounds", str(rounds), *chosen, label=shape)
         found.append({**result, "paper_speedup_8_H20": PAPER_FIGURE_4.get(shape)})
         save("figure4", found)
+        if not one_expert_a_device:
+            same = policies(*at_equal_bound(result))
+            label = f"{shape}, both units with the same busiest device"
+            found.append(run("layer", *options, "--rounds", str(rounds), *same, label=label))
+            save("figure4", found)
     return found
+
+
+def at_equal_bound(result: dict[str, Any]) -> list[str]:
+    """Each cap by expert of a result, and the cap by device with the same busiest device."""
+    chosen = []
+    for row in result["policies"]:
+        if row["policy"].endswith("unit=expert"):
+            factor = round(row["peak_to_mean"], 3)
+            chosen += [row["policy"], f"capacity_factor={factor},unit=device"]
+    return chosen
 
 
 def sweep_part(rounds: int) -> list[dict[str, Any]]:
@@ -139,15 +154,17 @@ def trace_part(rounds: int, trace: Path) -> list[dict[str, Any]]:
 
 
 def model_part(rounds: int) -> list[dict[str, Any]]:
-    """Whole models on two real ranks: the demo model on text of one kind, and a random one."""
+    """Whole models on two real ranks: the demo model on text of one kind, and random ones."""
     chosen = policies("capacity_factor=1.5", "capacity_factor=1.25", "capacity_factor=1.0")
     common = ["--new-tokens", "17", "--rounds", str(rounds), *chosen]
     demo = ["--model", "demo", "--text", "python", "--sequences", "16", "--prompt-tokens", "256"]
-    random = ["--model", "random", "--sequences", "4", "--prompt-tokens", "256"]
-    return [
-        run("model", *demo, *common, ranks=2, label="demo model, Python text"),
-        run("model", *random, *common, ranks=2, label="random OLMoE, skewed routers"),
-    ]
+    prompts = ["--sequences", "4", "--prompt-tokens", "256"]
+    found = [run("model", *demo, *common, ranks=2, label="demo model, Python text")]
+    for shape in ("random", "random:1536,1024,32,4,12"):
+        save("model", found)
+        label = "random OLMoE, skewed routers"
+        found.append(run("model", "--model", shape, *prompts, *common, ranks=2, label=label))
+    return found
 
 
 def main() -> None:

@@ -296,37 +296,42 @@ def costs(backends: list[str]) -> dict[str, Any]:
     return found
 
 
-def plot(args: argparse.Namespace, file: Path) -> list[dict[str, Any]]:
-    """Microseconds an assignment beyond the floor, against T and against E, as a page."""
+SWEEPS: dict[str, list[tuple[int, int, int]]] = {
+    "T (E=64, k=8)": [(t, 64, 8) for t in (1024, 2048, 4096, 8192, 16384, 32768, 65536)],
+    "E (T=4096, k=8)": [(4096, e, 8) for e in (16, 32, 64, 128, 256)],
+}
+
+
+def plot(sweeps: dict[str, list[dict[str, Any]]], file: Path) -> None:
+    """Time of a call against T and against E, as a page, or (with kaleido) a picture."""
     from plotly import graph_objects
+    from plotly.colors import qualitative
     from plotly.subplots import make_subplots
 
-    sweeps = {
-        "T (E=64, k=8)": [(t, 64, 8) for t in (1024, 2048, 4096, 8192, 16384, 32768, 65536)],
-        "E (T=4096, k=8)": [(4096, e, 8) for e in (16, 32, 64, 128, 256)],
-    }
     figure = make_subplots(1, 2, subplot_titles=[f"against {name}" for name in sweeps])
-    results = []
-    for column, (name, shapes) in enumerate(sweeps.items(), 1):
-        rows = [one_shape(shape, args) for shape in shapes]
-        results += rows
-        for entry in rows[0]["ratios"]:
+    for column, (name, rows) in enumerate(sweeps.items(), 1):
+        drawn = [entry for entry in rows[-1]["ratios"] if not entry.endswith("device")]
+        for number, entry in enumerate(drawn):
             figure.add_trace(
                 graph_objects.Scatter(
-                    x=[shape[0 if name[0] == "T" else 1] for shape in shapes],
-                    y=[row["ratios"][entry]["microseconds"] for row in rows],
+                    x=[row["shape"][0 if name[0] == "T" else 1] for row in rows],
+                    y=[row["ratios"].get(entry, {}).get("microseconds") for row in rows],
                     name=entry,
                     legendgroup=entry,
                     showlegend=column == 1,
+                    line={"color": qualitative.Dark24[number]},
                 ),
                 row=1,
                 col=column,
             )
-        figure.update_xaxes(type="log", title=name, row=1, col=column)
+        figure.update_xaxes(type="log", dtick=0.30103, title=name, row=1, col=column)
         figure.update_yaxes(type="log", title="microseconds a call", row=1, col=column)
-    figure.write_html(file)
+    figure.update_layout(template="plotly_white", legend={"orientation": "h", "y": -0.2})
+    if file.suffix == ".html":
+        figure.write_html(file)
+    else:
+        figure.write_image(file, width=1100, height=520)
     print(f"wrote {file}")
-    return results
 
 
 def main() -> None:
@@ -344,7 +349,7 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true", help="ours alone")
     parser.add_argument("--json", type=Path, default=RESULTS, help=f"default: {RESULTS.name}")
     parser.add_argument("--only-costs", action="store_true", help="no timing; writes nothing")
-    parser.add_argument("--plot", type=Path, help="write cost against T and E to this page")
+    parser.add_argument("--plot", type=Path, help="cost against T and E, to this .html or .svg")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.backends is None:
@@ -367,7 +372,10 @@ def main() -> None:
     document["shapes"] = [one_shape(shape, args) for shape in shapes]  # type: ignore[arg-type]
     document["costs"] = costs(args.backends)
     if args.plot:
-        document["sweeps"] = plot(args, args.plot)
+        document["sweeps"] = {
+            name: [one_shape(shape, args) for shape in shapes] for name, shapes in SWEEPS.items()
+        }
+        plot(document["sweeps"], args.plot)
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {args.json}")

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from paceline import CapacityPolicy, ExpertPlacement
+from paceline import CapacityPolicy, ExpertPlacement, attach
 from paceline.bench.layer import Measured, emulate_layer, summary
-from paceline.bench.model import Served
+from paceline.bench.model import Served, random_model_named
 from paceline.bench.model import summary as model_summary
-from paceline.bench.spread import ratios, rotated, spread
+from paceline.bench.spread import ratios, shuffled, spread
 from paceline.bench.workload import (
     SHAPES,
     Shape,
@@ -44,7 +45,9 @@ def test_spread_and_ratios() -> None:
     assert ratios([2.0, 4.0], [1.0, 1.0]) == {"min": 2.0, "median": 3.0, "max": 4.0}
     with pytest.raises(ValueError, match="no value"):
         spread([])
-    assert [rotated("abc", turn)[0] for turn in range(4)] == ["a", "b", "c", "a"]
+    orders = {tuple(shuffled("abc", turn)) for turn in range(40)}
+    assert orders == set(permutations("abc"))
+    assert shuffled("abc", 3) == shuffled("abc", 3)
 
 
 @pytest.mark.parametrize("wanted", [1.0, 1.4, 2.0])
@@ -182,3 +185,20 @@ def test_model_verb_on_the_demo_model(tmp_path: Path) -> None:
     rows = json.loads(out.read_text())["policies"]
     assert rows[0]["rows"] == 4 * 8 * 16 * 4  # layers, sequences, tokens, k
     assert rows[2]["busiest_rows"] < rows[0]["busiest_rows"]
+
+
+def test_a_random_model_is_as_large_and_as_skewed_as_its_name_says() -> None:
+    model = random_model_named("random:64,32,8,2,3")
+    config = model.config
+    assert (config.hidden_size, config.intermediate_size, config.num_hidden_layers) == (64, 32, 3)
+    assert (config.num_experts, config.num_experts_per_tok) == (8, 2)
+    with attach(model, placement=2) as pace, torch.no_grad():
+        model(torch.randint(1, config.vocab_size, (4, 128)))
+        for layer in pace.stats().layers:
+            assert layer.device_peak_to_mean_before == pytest.approx(1.6, abs=0.15)
+
+
+@pytest.mark.parametrize("name", ["random:", "random:64,32,8,2", "random:60,32,8,2,1", "rand"])
+def test_a_random_model_that_cant_be_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="hidden a multiple of 64"):
+        random_model_named(name)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from paceline.analysis.emulate import split_by_device
-from paceline.bench.spread import ratios, rotated, spread
+from paceline.bench.spread import ratios, shuffled, spread
 from paceline.bench.workload import Workload
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
@@ -122,7 +122,7 @@ def emulate_layer(
         for name in policies:  # touch code and memory once
             _slowest(experts, work[name])
         for turn in range(rounds):
-            for name in rotated(list(policies), turn):
+            for name in shuffled(list(policies), turn):
                 _emulated_round(
                     workloads[0], experts, placement, policies[name], work[name], results[name]
                 )

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.bench.spread import ratios, rotated, spread
+from paceline.bench.spread import ratios, shuffled, spread
 from paceline.engines.transformers import attach
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
@@ -93,6 +93,25 @@ def random_model(
     return model
 
 
+def random_model_named(name: str) -> Any:
+    """ "random", or "random:" and hidden, intermediate, experts, k and layers of such a model.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    if name == "random":
+        return random_model()
+    sizes = name.removeprefix("random:").split(",")
+    if len(sizes) == 5 and all(size.strip().isdigit() and int(size) > 0 for size in sizes):
+        hidden, intermediate, experts, k, layers = map(int, sizes)
+        if hidden % 64 == 0 and k <= experts // 2:
+            return random_model(hidden, intermediate, layers, experts, k, experts // 2)
+    raise ValueError(
+        f"model {name!r} is not allowed: it is random, or random:hidden,intermediate,experts,k,"
+        "layers with hidden a multiple of 64 and k at most half of the experts."
+    )
+
+
 def _prefer(model: Any, gate: Any, tokens: Tensor, hot: slice, share: float, k: int) -> None:
     """Give a router the constant preference that sends `share` of its load to the `hot` experts."""
     seen: list[Tensor] = []
@@ -151,7 +170,7 @@ def serve_on_ranks(
     results = {name: Served() for name in policies}
     with attach(model) as pace:
         for turn in range(-1, rounds):  # the first turn is not counted
-            for name in rotated(list(policies), max(turn, 0)):
+            for name in shuffled(list(policies), turn):
                 pace.policy = policies[name] or CapacityPolicy(mode="observe")
                 pace.reset_stats()
                 clocks = [_ExpertClock(layer.parallel) for layer in pace._layers]  # type: ignore[attr-defined]
@@ -237,7 +256,7 @@ def serve_emulated(
         for player in players:
             player.install()
         for turn in range(-1, rounds):
-            for name in rotated(list(policies), max(turn, 0)):
+            for name in shuffled(list(policies), turn):
                 pace.policy = policies[name] or CapacityPolicy(mode="observe")
                 for player in players:
                     player.reset()

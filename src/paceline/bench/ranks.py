@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from paceline.bench.layer import STAGES, Measured, decider, without_cap
-from paceline.bench.spread import rotated
+from paceline.bench.spread import shuffled
 from paceline.bench.workload import Workload
 from paceline.engines.transformers.expert_parallel import ExpertParallel
 from paceline.engines.transformers.expert_parallel_layer import route_together
@@ -72,7 +72,7 @@ def time_layer(
             _count(name, workload, parallel, placement, policies, results[name])
             _round(name, workload, parallel, stock, placement, policies, Measured())
         for turn in range(rounds):
-            for name in rotated(names, turn):
+            for name in shuffled(names, turn):
                 _round(name, workload, parallel, stock, placement, policies, results[name])
                 progress()
     return results

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -55,7 +56,9 @@ def prepare_machine(local_rank: int = 0, local_ranks: int = 1, threads: int = 1)
     }
 
 
-def rotated(names: Sequence[str], turn: int) -> list[str]:
-    """The names, starting with another one each turn, so that slow moments fall on all alike."""
-    shift = turn % max(1, len(names))
-    return [*names[shift:], *names[:shift]]
+def shuffled(names: Sequence[str], turn: int) -> list[str]:
+    """The names in an order of this turn's own, alike on all ranks.
+
+    What ran before leaves caches warm or cold and cores hot, so nothing may always follow the same.
+    """
+    return random.Random(turn).sample(list(names), len(names))

@@ -106,7 +106,11 @@ def bench_layer_verb(
 @guarded
 def bench_model_verb(
     model: Annotated[
-        str, typer.Option(help="A model folder, demo, or random: a skewed mid-size one.")
+        str,
+        typer.Option(
+            help="A model folder, demo, random (a skewed mid-size one), or "
+            "random:hidden,intermediate,experts,k,layers."
+        ),
     ] = "demo",
     text: Annotated[list[str] | None, typer.Option(help="Text of the prompts.")] = None,
     policy: Policies = None,
@@ -132,10 +136,10 @@ def bench_model_verb(
 
     _check_folders(out, plot)
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if model == "random":
-        from paceline.bench.model import random_model
+    if model.split(":")[0] == "random":
+        from paceline.bench.model import random_model_named
 
-        loaded = random_model()
+        loaded = random_model_named(model)
         size = loaded.config.vocab_size
 
         def prompts(rank: int) -> torch.Tensor:
