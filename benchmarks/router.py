@@ -310,11 +310,12 @@ def plot(sweeps: dict[str, list[dict[str, Any]]], file: Path) -> None:
 
     figure = make_subplots(1, 2, subplot_titles=[f"against {name}" for name in sweeps])
     for column, (name, rows) in enumerate(sweeps.items(), 1):
+        sizes = [row["shape"][0 if name[0] == "T" else 1] for row in rows]
         drawn = [entry for entry in rows[-1]["ratios"] if not entry.endswith("device")]
         for number, entry in enumerate(drawn):
             figure.add_trace(
                 graph_objects.Scatter(
-                    x=[row["shape"][0 if name[0] == "T" else 1] for row in rows],
+                    x=sizes,
                     y=[row["ratios"].get(entry, {}).get("microseconds") for row in rows],
                     name=entry,
                     legendgroup=entry,
@@ -324,9 +325,14 @@ def plot(sweeps: dict[str, list[dict[str, Any]]], file: Path) -> None:
                 row=1,
                 col=column,
             )
-        figure.update_xaxes(type="log", dtick=0.30103, title=name, row=1, col=column)
+        ticks = {"tickvals": sizes, "ticktext": [f"{size:,}" for size in sizes]}
+        figure.update_xaxes(type="log", title=name[0], row=1, col=column, **ticks)
         figure.update_yaxes(type="log", title="microseconds a call", row=1, col=column)
-    figure.update_layout(template="plotly_white", legend={"orientation": "h", "y": -0.2})
+    labels = {1e3: "1k", 3e3: "3k", 1e4: "10k", 3e4: "30k", 1e5: "100k", 3e5: "300k"}
+    figure.update_yaxes(tickvals=list(labels), ticktext=list(labels.values()))
+    figure.update_layout(
+        template="plotly_white", legend={"orientation": "h", "y": -0.2}, margin={"t": 40}
+    )
     if file.suffix == ".html":
         figure.write_html(file)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +10,22 @@ import support_matrix
 import tiny_models
 import torch
 import transformers
-from helpers import capacity, choices, counted, fingerprint, implementation, loads, output
+from helpers import (
+    IMPLEMENTATIONS,
+    capacity,
+    choices,
+    counted,
+    fingerprint,
+    implementation,
+    loads,
+    output,
+)
 
+import paceline
 from paceline import CapacityPolicy, attach
 
 PAGE = support_matrix.PAGE.read_text() if support_matrix.PAGE.exists() else ""
+OURS = Path(paceline.__file__).parent
 REFUSED = {"jetmoe", "llama4", "nllb_moe", "switch_transformers", "vitpose_backbone"}
 
 
@@ -36,10 +48,12 @@ def test_architecture(name: str) -> None:
     want, untouched = output(model, given), choices(model, given)
     generate = _generates(model)
     before = fingerprint(model)
-    for how in ("eager", "grouped_mm"):
+    keep = "score" if "unknown" not in row else "weight"
+    for how in IMPLEMENTATIONS:
         with implementation(model, how) as chosen:
             if chosen:
-                _check_cap(model, given, untouched, "score" if "unknown" not in row else "weight")
+                _check_cap(model, given, untouched, keep)
+    _check_larger_factors(model, given, keep)
     with attach(model):
         assert torch.equal(output(model, given), want)
         if generate is not None:
@@ -72,6 +86,38 @@ def _check_cap(model: Any, given: Any, untouched: Any, keep: str) -> None:
             assert torch.equal(rows, own.clamp(max=cap))
             assert s.dropped == int((own - rows).sum())
     assert sum(s.dropped for s in ran.values()) > 0
+
+
+def _check_larger_factors(model: Any, given: Any, keep: str) -> None:
+    """With the same choices before them, a larger factor never drops more."""
+    dropped = []
+    for factor in (0.5, 0.9, 1.5, 100):
+        policy = CapacityPolicy(
+            capacity_factor=factor, unit="expert", min_expert_load=0, keep=keep, mode="shadow"
+        )
+        with attach(model, policy) as pace:
+            output(model, given)
+            dropped.append([layer.dropped for layer in pace.stats().layers])
+    for layer in zip(*dropped, strict=True):
+        assert list(layer) == sorted(layer, reverse=True)
+        assert layer[-1] == 0
+
+
+@pytest.mark.parametrize("name", [n for n in tiny_models.architectures() if n not in REFUSED])
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+def test_no_graph_breaks_in_the_routing(name: str) -> None:
+    """Other breaks are the model's own: its loops over experts, its masks."""
+    model = tiny_models.build(name)
+    given = tiny_models.inputs_for(model, pad=5)
+    keep = "weight" if "unknown" in support_matrix.support_row(name)[1] else "score"
+    policy = CapacityPolicy(capacity_factor=0.9, unit="expert", min_expert_load=0, keep=keep)
+    with attach(model, policy) as pace, torch.no_grad():
+        torch._dynamo.reset()
+        report = torch._dynamo.explain(model)(**given)
+        assert sum(layer.dropped for layer in pace.stats().layers) > 0
+    torch._dynamo.reset()
+    places = [reason.user_stack[-1] for reason in report.break_reasons if reason.user_stack]
+    assert not [place for place in places if OURS in Path(place.filename).parents], places
 
 
 def _generates(model: Any) -> Any:

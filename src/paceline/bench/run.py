@@ -210,7 +210,8 @@ def bench_model(
         devices: emulated devices, where torchrun doesn't say how many ranks there are.
         progress: called after each policy of each round.
     """
-    from paceline.engines.transformers.discovery import count_experts, find_sites, observe
+    from paceline.engines.transformers.discovery import count_experts, find_sites
+    from paceline.engines.transformers.probe import observe
 
     rank, ranks, machine = _start()
     chosen = parse_policies(policies, shares_batch=False, any_load=False)

@@ -18,8 +18,9 @@ from paceline.engines.transformers.checks import (
     placement_of,
 )
 from paceline.engines.transformers.context import TokenSource, forward_models
-from paceline.engines.transformers.discovery import find_sites, observe, spread_over_ranks
+from paceline.engines.transformers.discovery import find_sites, spread_over_ranks
 from paceline.engines.transformers.layer import AttachedLayer
+from paceline.engines.transformers.probe import observe
 from paceline.engines.transformers.running import Running
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.generic import GeneralInterface
 
-from paceline.engines.transformers.discovery import Sighting, Site
+from paceline.engines.transformers.discovery import Site
 from paceline.engines.transformers.forwards import undisturbed
+from paceline.engines.transformers.probe import Sighting
 
 _WITH_SENTINEL = ("grouped_mm", "deepgemm", "sonicmoe")
 """Implementations that skip sentinels while `_is_expert_parallel` is set."""

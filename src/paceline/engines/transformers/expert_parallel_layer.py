@@ -19,13 +19,12 @@ from torch import Tensor, nn
 
 from paceline.engines.transformers.discovery import (
     EXPERT_PARALLEL,
-    Sighting,
     Site,
-    observe,
     spread_over_ranks,
 )
 from paceline.engines.transformers.expert_parallel import ExpertParallel
 from paceline.engines.transformers.layer import AttachedLayer
+from paceline.engines.transformers.probe import Sighting, observe
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import Assignment, RoutingInputs, route

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from paceline.engines.transformers.discovery import Sighting, Site, count_experts
+from paceline.engines.transformers.discovery import Site, count_experts
 from paceline.engines.transformers.execution import Execution
 from paceline.engines.transformers.forwards import argument_names, bind, stand_in
+from paceline.engines.transformers.probe import Sighting
 from paceline.engines.transformers.scores import Scoring, find_scoring
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy

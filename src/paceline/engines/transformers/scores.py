@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.engines.transformers.discovery import Sighting, Site, find_logits, observe
+from paceline.engines.transformers.discovery import Site
+from paceline.engines.transformers.probe import Sighting, find_logits, observe
 
 RULES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda logits: logits.softmax(-1),
