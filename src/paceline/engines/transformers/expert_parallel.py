@@ -160,7 +160,7 @@ class ExpertParallel:
 
 
 def _sum_by_token(rows: Tensor, order: Tensor, kept: Tensor) -> Tensor:
-    """Add up the rows of each token; unlike index_add, deterministic on every device.
+    """Add up the rows of each token in slot order, alike on every run and device.
 
     Args:
         rows: [kept assignments, hidden].
@@ -168,18 +168,14 @@ def _sum_by_token(rows: Tensor, order: Tensor, kept: Tensor) -> Tensor:
         kept: [tokens, slots] bool.
 
     Returns:
-        [tokens, hidden].
+        [tokens, hidden], exact zeros for a token without rows.
     """
-    tokens, slots = kept.shape
-    if 2 * rows.shape[0] <= kept.numel():
-        # mostly empty slots (expansion offers many): give each token only as many as any needs
-        place = kept.long().cumsum(1) - 1
-        width = max(1, int(place.amax()) + 1) if tokens else 1
-        order = (order // slots) * width + place.flatten()[order]
-        slots = width
-    by_slot = rows.new_zeros((tokens * slots, rows.shape[1]))
-    by_slot[order] = rows
-    return by_slot.view(tokens, slots, rows.shape[1]).sum(1)
+    if rows.shape[0] == 0:
+        return rows.new_zeros((kept.shape[0], rows.shape[1]))
+    counts = kept.sum(1)
+    return nn.functional.embedding_bag(
+        torch.argsort(order), rows, counts.cumsum(0) - counts, mode="sum"
+    )
 
 
 class PacelineEP(EPImplementation):  # type: ignore[misc]
