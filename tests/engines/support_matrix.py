@@ -31,8 +31,10 @@ call `experts(hidden_states, top_k_index, top_k_weights)` beside a `gate` or `ro
 "scores" is the router's scoring rule as found: weights are proportional to it. "eager" says how
 dropped slots are left out of the architecture's own loop: it skips them itself, or is given the
 kept pairs alone. grouped_mm, deepgemm and sonicmoe skip them in the GEMM; under batched_mm a
-capped forward runs as grouped_mm. Rows of experts are counted below torch in the tests: for
-every architecture under eager and grouped_mm, for eight of them under batched_mm too.
+capped forward runs as grouped_mm. Rows of experts are counted below torch in the tests, for
+every architecture under each of the three that it allows. Compiled (`torch.compile` after
+`attach`), no graph breaks in the routing of any; where the eager loop gets the kept pairs alone,
+their number is data, and the graph breaks there.
 
 {counts}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from pathlib import Path
 from typing import Any
@@ -308,6 +309,22 @@ def test_a_forward_that_failed_leaves_no_tokens_behind() -> None:
             model(given["input_ids"][:1] + 10_000)
         assert pace._running.context is None
         assert torch.equal(output(model, given), want)
+
+
+def test_a_copy_of_an_attached_model_runs_itself() -> None:
+    model, given = model_of("olmoe"), tiny_models.inputs(pad=5)
+    with attach(model, CAP) as pace:
+        want = output(model, given)
+        counted = pace.stats().to_dict()
+        twin = copy.deepcopy(model)
+        assert torch.equal(output(twin, given), want)
+        with torch.no_grad():
+            for weight in twin.parameters():
+                weight.zero_()
+        assert not torch.equal(output(twin, given), want)
+        assert pace.stats().to_dict() == counted
+        assert torch.equal(output(model, given), want)
+    assert not torch.equal(output(model, given), want)
 
 
 def test_statistics_go_in_and_out_of_inference_mode_and_keep_no_graph() -> None:

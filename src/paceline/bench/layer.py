@@ -26,6 +26,7 @@ from torch import Tensor
 from paceline.analysis.emulate import split_by_device
 from paceline.bench.spread import ratios, shuffled, spread
 from paceline.bench.workload import Workload
+from paceline.engines.transformers.expert_parallel import sum_by_token
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import RoutingInputs, route
@@ -153,9 +154,7 @@ def _emulated_round(
     slowest = _slowest(experts, work)
     again = time.thread_time()
     rows.mul_(weights.reshape(-1)[order].unsqueeze(1))
-    by_slot = rows.new_zeros((flat.shape[0], rows.shape[1]))
-    by_slot[order] = rows
-    by_slot.view(*ids.shape, rows.shape[1]).sum(1)
+    sum_by_token(rows, order, ids < placement.num_experts)
     combine = time.thread_time() - again
     times = [b - a for a, b in pairwise(marks)] + [slowest, combine]
     for stage, seconds in zip(STAGES, times, strict=True):

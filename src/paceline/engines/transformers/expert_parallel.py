@@ -106,8 +106,7 @@ class ExpertParallel:
             partial = self.experts_forward(hidden, local, weights.masked_fill(~mine, 0))
         else:
             token, slot = mine.nonzero(as_tuple=True)
-            rows = self._run(hidden[token], local[token, slot])
-            rows = rows * weights[token, slot].unsqueeze(1)
+            rows = self._run(hidden[token], local[token, slot], weights[token, slot])
             partial = torch.zeros_like(hidden).index_add_(0, token, rows.to(hidden.dtype))
         self._tick("experts")
         self.link.all_reduce(partial, self.layer)
@@ -134,20 +133,19 @@ class ExpertParallel:
         self._tick("dispatch")
         expert = torch.arange(self._local, device=hidden.device).repeat(self.link.size)
         expert = expert.repeat_interleave(per_source, output_size=rows.shape[0])
-        rows = self._run(rows, expert)
+        rows = self._run(rows, expert, rows.new_ones(rows.shape[0]))
         self._tick("experts")
         rows = self.link.all_to_all(rows, receive_sizes, send_sizes, self.layer)
         rows.mul_(weights.reshape(-1)[order].unsqueeze(1))
-        out = _sum_by_token(rows, order, position < self.num_experts)
+        out = sum_by_token(rows, order, position < self.num_experts)
         self._tick("combine")
         return out
 
-    def _run(self, rows: Tensor, local_ids: Tensor) -> Tensor:
-        """[rows, hidden] the local experts, one expert a row, unweighted."""
+    def _run(self, rows: Tensor, local_ids: Tensor, weights: Tensor) -> Tensor:
+        """[rows, hidden] the local experts, one expert a row."""
         if rows.shape[0] == 0:
             return rows
-        ones = torch.ones((rows.shape[0], 1), dtype=rows.dtype, device=rows.device)
-        return self.experts_forward(rows, local_ids.unsqueeze(1), ones)
+        return self.experts_forward(rows, local_ids.unsqueeze(1), weights.unsqueeze(1))
 
     def _count(self, sent: list[int], received: list[int], hidden: Tensor) -> None:
         rank, row = self.link.rank, hidden.shape[1] * hidden.element_size()
@@ -159,7 +157,7 @@ class ExpertParallel:
             self.clock(stage)
 
 
-def _sum_by_token(rows: Tensor, order: Tensor, kept: Tensor) -> Tensor:
+def sum_by_token(rows: Tensor, order: Tensor, kept: Tensor) -> Tensor:
     """Add up the rows of each token in slot order, alike on every run and device.
 
     Args:

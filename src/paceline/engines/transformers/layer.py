@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, update_wrapper
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,14 +85,13 @@ class AttachedLayer:
             self._router_call = None
         elif wanted and "router" not in self._undo:
             run = self.site.router.forward
-
-            @wraps(run)
-            def kept(*args: Any, **kwargs: Any) -> Any:
-                out = run(*args, **kwargs)
-                self._router_call = (args[0] if args else next(iter(kwargs.values())), out)
-                return out
-
+            kept = update_wrapper(partial(self._run_router, run), run)
             self._undo["router"] = stand_in(self.site.router, kept)
+
+    def _run_router(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        out = run(*args, **kwargs)
+        self._router_call = (args[0] if args else next(iter(kwargs.values())), out)
+        return out
 
     # -- running ----------------------------------------------------------------------------------
 

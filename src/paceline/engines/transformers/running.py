@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, update_wrapper
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,23 +66,31 @@ class Running:
         forward, names = module.forward, parameter_names(module)
         takes_tokens = bool({"input_ids", "inputs_embeds"} & set(names))
         config = getattr(module, "config", None)
+        # Not a pair of hooks: of a small model's decode step they cost twice as much. And not a
+        # closure: a copy of the model must run itself.
+        watched = partial(self._watched, forward, names, takes_tokens, config)
+        return stand_in(module, update_wrapper(watched, forward))
 
-        # not a pair of hooks: of a small model's decode step they cost twice as much
-        @wraps(forward)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            outer, arguments = self.context, named_arguments(names, args, kwargs)
-            if outer is None or not (takes_tokens and outer.has_tokens_of(arguments)):
-                self._enter(ForwardContext(arguments, config, self.token_source, self._counts_past))
-            try:
-                out = forward(*args, **kwargs)
-            finally:
-                self.context = outer
-            if outer is None:
-                for layer in self.unproven:
-                    layer.check_ran()
-            return out
-
-        return stand_in(module, watched)
+    def _watched(
+        self,
+        forward: Callable[..., Any],
+        names: list[str],
+        takes_tokens: bool,
+        config: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        outer, arguments = self.context, named_arguments(names, args, kwargs)
+        if outer is None or not (takes_tokens and outer.has_tokens_of(arguments)):
+            self._enter(ForwardContext(arguments, config, self.token_source, self._counts_past))
+        try:
+            out = forward(*args, **kwargs)
+        finally:
+            self.context = outer
+        if outer is None:
+            for layer in self.unproven:
+                layer.check_ran()
+        return out
 
     def _enter(self, context: ForwardContext) -> None:
         """The tokens of `context` are what layers see from here."""
