@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.placement import ExpertPlacement
-from paceline.routing.assignment import Assignment, count_experts
+from paceline.routing.assignment import Assignment
 
 _FLUSH_FORWARDS, _FLUSH_ROWS = 256, 1 << 16
 """Uncapped forwards are counted in bulk: a decode step then costs one list append."""
@@ -165,32 +165,33 @@ class LoadAccumulator:
 
     def _count(self, pending: list[tuple[Tensor, Tensor | None]]) -> None:
         """Count some forwards, all in one pass of [forwards, experts] tables."""
-        experts = self.placement.num_experts
+        experts, forwards = self.placement.num_experts, len(pending)
         rows = [ids.shape[0] for ids, _ in pending]
-        forward = torch.arange(len(rows), device=self._device)  # of each row, below
+        forward = torch.arange(forwards, device=self._device)  # of each row, below
         if len(set(rows)) == 1:
+            tokens = torch.full_like(forward, rows[0])
             forward = forward.repeat_interleave(rows[0])
         else:  # the device is not waited for
             pinned = self._device.type == "cuda"
-            repeats = torch.tensor(rows, pin_memory=pinned).to(self._device, non_blocking=True)
-            forward = forward.repeat_interleave(repeats, output_size=sum(rows))
+            tokens = torch.tensor(rows, pin_memory=pinned).to(self._device, non_blocking=True)
+            forward = forward.repeat_interleave(tokens, output_size=sum(rows))
         ids = torch.cat([ids for ids, _ in pending]).to(self._device, torch.int64)
-        if all(valid is None for _, valid in pending):
-            valid = torch.ones_like(forward, dtype=torch.bool)
-        else:
+        counted = (ids >= 0) & (ids < experts)
+        if any(valid is not None for _, valid in pending):
             valid = torch.cat(
                 [
                     torch.ones(n, dtype=torch.bool, device=ids.device) if valid is None else valid
                     for n, (ids, valid) in zip(rows, pending, strict=True)
                 ]
             ).to(self._device)
-        counted = (ids >= 0) & (ids < experts) & valid.unsqueeze(1)
-        loads = count_experts(ids + forward.unsqueeze(1) * experts, counted, len(pending) * experts)
-        loads = loads.view(len(pending), experts)
-        tokens = torch.zeros(len(pending), dtype=torch.int64, device=self._device)
-        tokens = tokens.scatter_add(0, forward, valid.long())
+            counted &= valid.unsqueeze(1)
+            tokens = torch.zeros_like(tokens).scatter_add(0, forward, valid.long())
+        bins = torch.where(counted, ids + (forward * experts).unsqueeze(1), forwards * experts)
+        loads = torch.zeros(forwards * experts + 1, dtype=torch.int64, device=self._device)
+        loads = loads.scatter_add(0, bins.flatten(), torch.ones_like(bins).flatten())
+        loads = loads[:-1].view(forwards, experts)
         counts = torch.zeros_like(self._counts)
-        counts[_COUNTS.index("forwards")] = len(pending)
+        counts[_COUNTS.index("forwards")] = forwards
         counts[_COUNTS.index("tokens")] = tokens.sum()
         self._tally(loads, loads, tokens, counts, torch.zeros_like(self._sums[:2]))
 
