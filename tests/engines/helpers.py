@@ -94,3 +94,16 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
         forward = getattr(m.forward, "__func__", m.forward)
         found[name] = (forward, sorted(m.__dict__), plain, hooks, flags, m.training)
     return found
+
+
+def kept_slots(pace: Any) -> list[Tensor]:
+    """A list that gets the [tokens, slots] bool kept by the first layer of each capped forward."""
+    layer, seen = pace._layers[0], []
+    compute = layer._compute
+
+    def spy(*args: Any) -> Tensor:
+        seen.append(args[3].kept)
+        return compute(*args)
+
+    layer._compute = spy
+    return seen

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from helpers import choices, counted, fingerprint, model_of, output
+from helpers import choices, counted, fingerprint, kept_slots, model_of, output
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
@@ -111,14 +111,7 @@ def test_drop_first_drops_image_tokens_before_text() -> None:
     lost: dict[str, Tensor] = {}
     for first in ("", "image", "text"):
         with attach(model, CAP.replace(drop_first=first)) as pace:
-            layer, kept = pace._layers[0], []
-            compute = layer._compute
-
-            def spy(*args: Any, kept: list[Tensor] = kept, compute: Any = compute) -> Tensor:
-                kept.append(args[3].kept)
-                return compute(*args)
-
-            layer._compute = spy  # type: ignore[method-assign]
+            kept = kept_slots(pace)
             output(model, given)
         lost[first] = ~kept[0]
     assert lost["image"][image_rows].sum() > lost[""][image_rows].sum()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from helpers import capacity, counted, output
+from helpers import capacity, counted, kept_slots, output
 
 from paceline import CapacityPolicy, attach
 
@@ -53,15 +53,7 @@ def test_images_are_dropped_first_and_count_as_tokens(name: str) -> None:
     lost = {}
     for first in ("", "image", "text"):
         with attach(model, CAP.replace(drop_first=first)) as pace:
-            kept: list[torch.Tensor] = []
-            layer = pace._layers[0]
-            compute = layer._compute
-
-            def spy(*args: Any, kept: Any = kept, compute: Any = compute) -> torch.Tensor:
-                kept.append(args[3].kept)
-                return compute(*args)
-
-            layer._compute = spy  # type: ignore[method-assign]
+            kept, layer = kept_slots(pace), pace._layers[0]
             counter, out = counted(model, given)
             stats = pace.stats().layers
         assert out.isfinite().all()
