@@ -218,6 +218,7 @@ def bench_model(
     real = under_torchrun()
     site = find_sites(model)[0]
     experts = count_experts(site, observe(site))
+    parameters = sum(p.numel() for p in model.parameters())  # before a rank forgets what isn't its
     prompt = prompt_ids(rank)
     if real:
         from paceline.engines.transformers.expert_parallel import place_experts
@@ -249,7 +250,7 @@ def bench_model(
             "prompt_tokens": prompt.shape[1],
             "new_tokens": new_tokens,
             "rounds": rounds,
-            "parameters": sum(p.numel() for p in model.parameters()),
+            "parameters": parameters,
         },
         "policies": whole_model.summary(served, sequences * prompt.shape[1], new_tokens, sequences),
     }
