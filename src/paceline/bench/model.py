@@ -94,7 +94,7 @@ def random_model(
 
 
 def random_model_named(name: str) -> Any:
-    """ "random", or "random:" and hidden, intermediate, experts, k and layers of such a model.
+    """The model of a name: "random", or "random:hidden,intermediate,experts,k,layers".
 
     Raises:
         ValueError: if it is neither.

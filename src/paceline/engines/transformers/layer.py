@@ -48,7 +48,7 @@ class AttachedLayer:
         self._execution = Execution(site, sighting, self.num_experts)
         self._original: Callable[..., Tensor] = site.experts.forward
         self._router_call: tuple[Tensor, Any] | None = None
-        self._few = (0, 0)
+        self._few = (0, 0)  # rows below which nothing is capped, elsewhere and on a CPU
         self._undo: dict[str, Callable[[], None]] = {}
         # where only the router could be tried, that the block calls its experts is seen later
         self.unproven = not sighting.ran_block
@@ -142,8 +142,8 @@ class AttachedLayer:
         """Make ready for a policy, before it is put in force."""
         self.watch_router(policy.caps and self.scoring.rule is not None)
         loads = [self._min_expert_load(policy, device) for device in ("cuda", "cpu")]
-        few, on_cpu = (tokens_needed(load, self.k, self.num_experts) for load in loads)
-        self._few = few, on_cpu
+        elsewhere, on_cpu = (tokens_needed(load, self.k, self.num_experts) for load in loads)
+        self._few = elsewhere, on_cpu
 
     def _idle(self, rows: int, on_cpu: bool) -> bool:
         """Whether it is certain on the host that nothing will be capped."""
