@@ -66,25 +66,32 @@ def floor(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     return scores, weights, ids
 
 
-def ours(logits: Tensor, k: int, backends: list[str]) -> list[Entry]:
-    """Token Drop at either unit and Expanded Drop with 8 local candidates, on every backend."""
-    tokens, experts = logits.shape
-    source = torch.arange(tokens) * max(1, experts // 8) // tokens
+def cases(
+    tokens: int, experts: int
+) -> dict[str, tuple[CapacityPolicy, ExpertPlacement, Tensor | None]]:
+    """Name -> policy, placement and the tokens' devices, of what is measured."""
     common: dict[str, Any] = {"capacity_factor": 1.0, "min_expert_load": 0}
-    expert = CapacityPolicy(unit="expert", **common)
-    alone = ExpertPlacement.per_expert(experts)
-    cases: list[tuple[str, CapacityPolicy, ExpertPlacement, Tensor | None]] = [
-        ("expert", expert, alone, None)
-    ]
     eight = ExpertPlacement.contiguous(experts, min(8, experts))
-    cases.append(("device", CapacityPolicy(unit="device", **common), eight, None))
+    found: dict[str, tuple[CapacityPolicy, ExpertPlacement, Tensor | None]] = {
+        "expert": (
+            CapacityPolicy(unit="expert", **common),
+            ExpertPlacement.per_expert(experts),
+            None,
+        ),
+        "device": (CapacityPolicy(unit="device", **common), eight, None),
+    }
     if experts > 8:
         local = ExpertPlacement.contiguous(experts, experts // 8)
-        expanding = CapacityPolicy(expand="own_device", **common)
-        cases.append(("expanded", expanding, local, source))
+        source = torch.arange(tokens) * local.num_devices // tokens
+        found["expanded"] = (CapacityPolicy(expand="own_device", **common), local, source)
+    return found
+
+
+def ours(logits: Tensor, k: int, backends: list[str]) -> list[Entry]:
+    """Token Drop at either unit and Expanded Drop with 8 local candidates, on every backend."""
     entries = []
     for backend in backends:
-        for name, policy, placement, of_token in cases:
+        for name, (policy, placement, of_token) in cases(*logits.shape).items():
 
             def run(
                 backend: str = backend,
@@ -234,18 +241,11 @@ def in_new_process(function: str, *values: str, **environment: str) -> float:
 
 
 def one_route(backend: str, kind: str, shape: tuple[int, int, int]) -> Router:
-    """Token Drop at a unit, or Expanded Drop with 8 local candidates, of one shape."""
+    """One of `cases` without the softmax and top-k before it, ready to run."""
     torch.set_num_threads(1)
     tokens, experts, k = shape
     scores, weights, ids = floor(skewed_logits(tokens, experts), k)
-    common: dict[str, Any] = {"capacity_factor": 1.0, "min_expert_load": 0}
-    devices = 8 if kind == "device" else experts // 8
-    placement, source = ExpertPlacement.contiguous(experts, devices), None
-    if kind == "expanded":
-        policy = CapacityPolicy(expand="own_device", **common)
-        source = torch.arange(tokens) * devices // tokens
-    else:
-        policy = CapacityPolicy(unit=kind, **common)
+    policy, placement, source = cases(tokens, experts)[kind]
 
     def run() -> Assignment:
         with using_backend(backend):

@@ -63,7 +63,7 @@ class ForwardContext:
     ) -> None:
         self._arguments, self._config, self._token_source = arguments, config, token_source
         self._known: dict[str, Any] = {}
-        self.tokens = tokens = tokens_of(arguments)
+        self.tokens = tokens = _tokens(arguments)
         self.shape: tuple[int, int] | None = None
         self.rows: int | None = None
         if tokens is not None:
@@ -79,10 +79,10 @@ class ForwardContext:
 
         It does too where it is given none that can be seen.
         """
-        tokens = tokens_of(arguments)
-        if self.tokens is None or tokens is None or tokens is self.tokens:
-            return self.tokens is not None
-        return tokens.shape[:2] == self.shape
+        if self.tokens is None:
+            return False
+        tokens = _tokens(arguments)
+        return tokens is None or tokens is self.tokens or tokens.shape[:2] == self.shape
 
     @property
     def device(self) -> torch.device:
@@ -289,7 +289,7 @@ def forward_models(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]
     return found
 
 
-def tokens_of(arguments: dict[str, Any]) -> Tensor | None:
+def _tokens(arguments: dict[str, Any]) -> Tensor | None:
     """Ids [batch, length] or embeddings [batch, length, hidden] a forward is given, if any."""
     for name in ("input_ids", "inputs_embeds", "decoder_input_ids"):
         tokens = arguments.get(name)

@@ -23,6 +23,11 @@ def bind(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     return (*args, *(kwargs[n] for n in names[len(args) :] if n in kwargs)) if kwargs else args
 
 
+def first_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The first argument of a call, by name or not."""
+    return args[0] if args else next(iter(kwargs.values()))
+
+
 _MISSING = object()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from paceline.engines.transformers.discovery import Site, count_experts
 from paceline.engines.transformers.execution import Execution
-from paceline.engines.transformers.forwards import argument_names, bind, stand_in
+from paceline.engines.transformers.forwards import argument_names, bind, first_argument, stand_in
 from paceline.engines.transformers.probe import Sighting
 from paceline.engines.transformers.scores import Scoring, find_scoring
 from paceline.placement import ExpertPlacement
@@ -90,7 +90,7 @@ class AttachedLayer:
 
     def _run_router(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         out = run(*args, **kwargs)
-        self._router_call = (args[0] if args else next(iter(kwargs.values())), out)
+        self._router_call = (first_argument(args, kwargs), out)
         return out
 
     # -- running ----------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from paceline.engines.transformers.discovery import Site
 from paceline.engines.transformers.forwards import (
     argument_names,
     bind,
+    first_argument,
     replaced_forward,
     undisturbed,
 )
@@ -91,7 +92,7 @@ def _run_block(site: Site, rows: Tensor) -> Sighting:
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         out = router_forward(*args, **kwargs)
-        seen.append((args[0] if args else next(iter(kwargs.values())), out))
+        seen.append((first_argument(args, kwargs), out))
         return out
 
     with replaced_forward(site.experts, no_experts), replaced_forward(site.router, watched):

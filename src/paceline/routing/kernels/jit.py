@@ -44,9 +44,8 @@ def choose(
     """
     taken = np.zeros(places.shape[1], np.int64)
     for part in range(places.shape[0]):
-        first, last = (k, ids.shape[1]) if part else (0, ids.shape[1])
-        if part + 1 < places.shape[0]:
-            last = k
+        first = k if part else 0
+        last = k if part + 1 < places.shape[0] else ids.shape[1]
         _choose_slots(
             ids, weights, first, last, valid, pool, priority, metric, kind,
             unit_of, units, places[part], taken, keys, kept_ids, kept_weights, kept,
