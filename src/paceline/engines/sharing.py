@@ -1,0 +1,36 @@
+"""Where users who share a batch affect each other, and the one sentence that says so."""
+
+from __future__ import annotations
+
+import warnings
+
+from paceline.policy import CapacityPolicy
+
+
+class SharedBudgetWarning(UserWarning):
+    """Requests of one batch share a budget, so what one gets depends on the others."""
+
+
+def shares_budget(policy: CapacityPolicy) -> bool:
+    """Whether requests in one batch affect each other under `policy`.
+
+    >>> shares_budget(CapacityPolicy(capacity_factor=1.5, pool="request"))
+    False
+    """
+    return policy.caps and policy.mode == "enforce" and policy.pool != "request"
+
+
+def warn_of_sharing(policy: CapacityPolicy, requests: int, stacklevel: int = 2) -> None:
+    """Say that so many requests share a budget under `policy`.
+
+    Args:
+        policy: for which `shares_budget` holds.
+        requests: in the batch.
+        stacklevel: as of `warnings.warn`.
+    """
+    warnings.warn(
+        f'{requests} sequences share one budget under pool="{policy.pool}", so what one of them '
+        'gets depends on the others; where they belong to different users, say pool="request".',
+        SharedBudgetWarning,
+        stacklevel=stacklevel + 1,
+    )

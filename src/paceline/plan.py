@@ -1,0 +1,282 @@
+"""One file for everything that is decided about a model: policies, placements and calibration."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from paceline.placement import ExpertPlacement
+from paceline.policy import CapacityPolicy
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+VERSION = 1
+"""Of the file format."""
+
+_MODEL_FIELDS = ("layers", "experts", "k")
+_FIELDS = ("version", "calibration", "model", "policy", "policies", "placement", "placements")
+
+
+class PlanError(ValueError):
+    """A plan that can't be read or doesn't fit a model: one sentence naming file and field."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is decided about the MoE layers of a model.
+
+    Attributes:
+        policies: one for all layers, or one a layer; empty: none is named.
+        placements: likewise; a whole number is that many devices over which experts are spread in
+            order.
+        layers: MoE layers of the model that the plan was made for; None: any.
+        experts: experts of each of its layers; None: any.
+        k: experts a token; None: any.
+        calibration: folder of the calibration, relative to the plan's file.
+
+    Raises:
+        PlanError: if there is neither one policy (or placement) nor one a layer.
+
+    >>> Plan((CapacityPolicy(capacity_factor=1.25),), (8,)).policy_of(3).capacity_factor
+    1.25
+    """
+
+    policies: tuple[CapacityPolicy, ...] = ()
+    placements: tuple[ExpertPlacement | int, ...] = ()
+    layers: int | None = None
+    experts: int | None = None
+    k: int | None = None
+    calibration: str | None = None
+
+    def __post_init__(self) -> None:
+        several = {
+            name: len(values)
+            for name in ("policies", "placements")
+            if len(values := getattr(self, name)) > 1
+        }
+        if self.layers is not None:
+            several["layers"] = self.layers
+        if len(set(several.values())) > 1:
+            said = ", ".join(f"{count} {name}" for name, count in several.items())
+            raise PlanError(f"plan: {said}: allowed is one for all layers, or one a layer.")
+        for index, placement in enumerate(self.placements):
+            if isinstance(placement, int):
+                continue
+            if self.experts not in (None, placement.num_experts):
+                raise PlanError(
+                    f"plan: placements[{index}] has {placement.num_experts} experts: allowed is "
+                    f"{self.experts}, as model.experts says."
+                )
+
+    def policy_of(self, layer: int) -> CapacityPolicy | None:
+        """The policy of a layer, None where the plan names none.
+
+        >>> Plan().policy_of(0) is None
+        True
+        """
+        return _of_layer(self.policies, layer)
+
+    def placement_of(self, layer: int, num_experts: int) -> ExpertPlacement | None:
+        """The placement of a layer with so many experts, None where the plan names none.
+
+        Raises:
+            ValueError: if there are more devices than experts.
+
+        >>> Plan(placements=(2,)).placement_of(0, num_experts=4).expert_to_device
+        (0, 0, 1, 1)
+        """
+        placement = _of_layer(self.placements, layer)
+        if isinstance(placement, int):
+            return ExpertPlacement.contiguous(num_experts, placement)
+        return placement
+
+    def check_model(self, experts: Sequence[int], k: Sequence[int]) -> None:
+        """Refuse a model that the plan wasn't made for.
+
+        Args:
+            experts: of each MoE layer of the model.
+            k: experts a token, of each.
+
+        Raises:
+            PlanError: naming what differs.
+
+        >>> Plan(layers=2).check_model([8, 8], [2, 2])
+        """
+        layers = self.layers or max(len(self.policies), len(self.placements))
+        if layers > 1 and len(experts) != layers:
+            raise PlanError(f"the plan is for {layers} MoE layers, the model has {len(experts)}.")
+        if self.layers == 1 and len(experts) != 1:
+            raise PlanError(f"the plan is for 1 MoE layer, the model has {len(experts)}.")
+        for index, (found, chosen) in enumerate(zip(experts, k, strict=True)):
+            if self.experts not in (None, found):
+                raise PlanError(
+                    f"the plan is for {self.experts} experts a layer, layer {index} has {found}."
+                )
+            if self.k not in (None, chosen):
+                raise PlanError(
+                    f"the plan is for {self.k} experts a token, layer {index} uses {chosen}."
+                )
+            placement = _of_layer(self.placements, index)
+            if isinstance(placement, ExpertPlacement) and placement.num_experts != found:
+                raise PlanError(
+                    f"the plan places {placement.num_experts} experts in layer {index}, which has "
+                    f"{found}."
+                )
+
+    # -- as a file ------------------------------------------------------------------------------
+
+    def to_toml(self) -> str:
+        """The plan as TOML; `from_toml` reads it back.
+
+        >>> Plan(placements=(8,)).to_toml().splitlines()[0]
+        'version = 1'
+        """
+        out: dict[str, Any] = {"version": VERSION}
+        if self.calibration is not None:
+            out["calibration"] = self.calibration
+        known = {n: v for n in _MODEL_FIELDS if (v := getattr(self, n)) is not None}
+        if known:
+            out["model"] = known
+        _put(out, "policy", "policies", [p.changed_fields() for p in self.policies])
+        _put(out, "placement", "placements", [_placement_fields(p) for p in self.placements])
+        return tomli_w.dumps(out)
+
+    @classmethod
+    def from_toml(cls, text: str, name: str = "plan") -> Plan:
+        """Read `to_toml`'s form.
+
+        Args:
+            text: of the file.
+            name: of the file, for messages.
+
+        Raises:
+            PlanError: naming the file, the field, its value and what is allowed.
+
+        >>> Plan.from_toml("version = 1").policies
+        ()
+        """
+        try:
+            fields = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise PlanError(f"{name} is not TOML: {error}.") from None
+        try:
+            return cls(**_read(fields))
+        except ValueError as error:
+            raise PlanError(f"{name}: {str(error).removeprefix('plan: ')}") from None
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan from a file.
+
+        Raises:
+            PlanError: if there is no such file, or it holds no plan.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise PlanError(f"{path} is not UTF-8 text.") from None
+        except OSError as error:
+            raise PlanError(f"{path} can't be read: {error.strerror}.") from None
+        return cls.from_toml(text, str(path))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file, whole or not at all.
+
+        Raises:
+            OSError: if the folder can't be written.
+        """
+        path = Path(path)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(self.to_toml())
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+
+def _of_layer(values: Sequence[Any], layer: int) -> Any:
+    return None if not values else values[0] if len(values) == 1 else values[layer]
+
+
+def _put(out: dict[str, Any], one: str, several: str, values: list[dict[str, Any]]) -> None:
+    if values:
+        out |= {one: values[0]} if len(values) == 1 else {several: values}
+
+
+def _placement_fields(placement: ExpertPlacement | int) -> dict[str, Any]:
+    if isinstance(placement, int):
+        return {"num_devices": placement}
+    return {
+        "num_devices": placement.num_devices,
+        "expert_to_device": list(placement.expert_to_device),
+    }
+
+
+def _read(fields: Mapping[str, Any]) -> dict[str, Any]:
+    unknown = [name for name in fields if name not in _FIELDS]
+    if unknown:
+        raise PlanError(f"{unknown[0]} is not a field of a plan: allowed are {', '.join(_FIELDS)}.")
+    if fields.get("version") != VERSION or isinstance(fields["version"], bool):
+        raise PlanError(f"version={fields.get('version')!r} is not allowed: it is {VERSION}.")
+    calibration = fields.get("calibration")
+    if not isinstance(calibration, str | None):
+        raise PlanError(f"calibration={calibration!r} is not allowed: it is the name of a folder.")
+    model = fields.get("model", {})
+    if not isinstance(model, dict) or not set(model) <= set(_MODEL_FIELDS):
+        raise PlanError(f"model={model!r} is not allowed: its fields are layers, experts and k.")
+    for name, value in model.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise PlanError(f"model.{name}={value!r} is not allowed: it is a whole number >= 1.")
+    return {
+        **model,
+        "calibration": calibration,
+        "policies": tuple(map(_policy, _tables(fields, "policy", "policies"))),
+        "placements": tuple(map(_placement, _tables(fields, "placement", "placements"))),
+    }
+
+
+def _tables(fields: Mapping[str, Any], one: str, several: str) -> list[dict[str, Any]]:
+    """The tables under either name, one for all layers or one a layer."""
+    if one in fields and several in fields:
+        raise PlanError(f"{one} and {several} are both given: allowed is one of them.")
+    tables = [fields[one]] if one in fields else fields.get(several, [])
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise PlanError(f"{several} is not an array of tables, as in [[{several}]].")
+    return tables
+
+
+def _policy(fields: dict[str, Any]) -> CapacityPolicy:
+    return CapacityPolicy(**fields)
+
+
+def _placement(fields: dict[str, Any]) -> ExpertPlacement | int:
+    devices, experts = fields.get("num_devices"), fields.get("expert_to_device")
+    unknown = set(fields) - {"num_devices", "expert_to_device"}
+    if unknown or (devices is None and experts is None):
+        raise PlanError(
+            f"placement {sorted(fields)} is not allowed: its fields are num_devices and "
+            "expert_to_device."
+        )
+    if devices is not None and (
+        not isinstance(devices, int) or isinstance(devices, bool) or devices < 1
+    ):
+        raise PlanError(f"num_devices={devices!r} is not allowed: it is a whole number >= 1.")
+    if experts is None:
+        return int(devices) if devices is not None else 1
+    if not isinstance(experts, list) or any(
+        not isinstance(device, int) or isinstance(device, bool) for device in experts
+    ):
+        raise PlanError("expert_to_device is not allowed: it is one device for each expert.")
+    return ExpertPlacement.explicit(experts, devices)
