@@ -25,11 +25,11 @@ from paceline.engines.transformers.discovery import (
 from paceline.engines.transformers.expert_parallel import ExpertParallel
 from paceline.engines.transformers.layer import AttachedLayer
 from paceline.engines.transformers.probe import Sighting, observe
+from paceline.keeps import registered_keeps
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import Assignment, RoutingInputs, route
 from paceline.routing.budget import Budget
-from paceline.routing.metrics import registered_keeps
 
 if TYPE_CHECKING:
     from paceline.engines.transformers.running import Running
