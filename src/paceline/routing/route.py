@@ -40,10 +40,12 @@ def route(
     >>> route(inputs, CapacityPolicy(gamma=0.6, keep="first", min_expert_load=0)).topk_ids.tolist()
     [[0], [2], [1]]
     """
-    _check_type("inputs", inputs, RoutingInputs)
-    _check_type("policy", policy, CapacityPolicy)
-    if placement is not None:
-        _check_type("placement", placement, ExpertPlacement)
+    if not isinstance(inputs, RoutingInputs):
+        raise _wrong("inputs", inputs, RoutingInputs)
+    if not isinstance(policy, CapacityPolicy):
+        raise _wrong("policy", policy, CapacityPolicy)
+    if placement is not None and not isinstance(placement, ExpertPlacement):
+        raise _wrong("placement", placement, ExpertPlacement)
     num_experts = inputs.experts(placement)
     if placement is None:
         placement = _alone(num_experts)
@@ -93,10 +95,8 @@ def check_binding(policy: CapacityPolicy, placement: ExpertPlacement, k: int) ->
         )
 
 
-def _check_type(name: str, value: object, allowed: type) -> None:
-    if not isinstance(value, allowed):
-        said = type(value).__name__
-        raise ValueError(f"{name} is a {said}: allowed is a {allowed.__name__}.")
+def _wrong(name: str, value: object, allowed: type) -> ValueError:
+    return ValueError(f"{name} is a {type(value).__name__}: allowed is a {allowed.__name__}.")
 
 
 @lru_cache(maxsize=64)
