@@ -18,6 +18,8 @@ from typing import Any, Literal, get_args
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from paceline.text import shortened
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -335,9 +337,4 @@ def _one_sentence(error: ValidationError) -> str:
         known = ", ".join(CapacityPolicy.model_fields)
         return f"{field} is not a field of CapacityPolicy: allowed are {known} and gamma."
     allowed = str(cause) if cause is not None else first["msg"].removeprefix("Input should be ")
-    return f"{field}={_shown(first['input'])} is not allowed: {field} is {allowed}."
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return f"{field}={shortened(repr(first['input']))} is not allowed: {field} is {allowed}."

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.bench.emulated import Played, play
 from paceline.bench.spread import ratios, shuffled, spread
 from paceline.engines.transformers import attach
 from paceline.placement import ExpertPlacement
@@ -275,15 +276,7 @@ def serve_emulated(
     return results
 
 
-@dataclass
-class _Call:
-    """Seconds and rows of each device in one forward of one layer."""
-
-    seconds: list[float]
-    rows: list[int]
-
-
-def _emulated(wall: float, calls: list[_Call], devices: int) -> float:
+def _emulated(wall: float, calls: list[Played], devices: int) -> float:
     spent = sum(sum(call.seconds) for call in calls)
     return (wall - spent) / devices + sum(max(call.seconds) for call in calls)
 
@@ -292,39 +285,23 @@ class _Player:
     """Runs the experts of one attached layer device by device, each timed."""
 
     def __init__(self, layer: Any, placement: ExpertPlacement) -> None:
-        self._layer = layer
+        self._layer, self._placement = layer, placement
         self.reset()
-        self._device = torch.tensor([*placement.expert_to_device, placement.num_devices])
-        self._devices, self._experts = placement.num_devices, placement.num_experts
 
     def reset(self) -> None:
-        self.calls: list[_Call] = []
+        self.calls: list[Played] = []
 
     def install(self) -> None:
         """Take the place of the experts' forward inside the attached layer."""
         original = self._layer._original
 
-        def play(hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-            out = torch.zeros_like(hidden)
-            flat = out.view(-1, out.shape[-1])
-            rows = hidden.reshape(-1, hidden.shape[-1])
-            device = self._device[ids.clamp(max=self._experts)]
-            call = _Call([], [])
-            for d in range(self._devices):
-                token, slot = (device == d).nonzero(as_tuple=True)
-                start = time.thread_time()
-                if len(token):
-                    part = original(
-                        rows[token], ids[token, slot][:, None], weights[token, slot][:, None]
-                    )
-                    flat.index_add_(0, token, part)
-                call.seconds.append(time.thread_time() - start)
-                call.rows.append(len(token))
-            self.calls.append(call)
+        def run(hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+            out, played = play(original, hidden, ids, weights, self._placement)
+            self.calls.append(played)
             return out
 
-        self._layer._original = play
-        self._layer._compute = lambda hidden, ids, weights, assignment: play(
+        self._layer._original = run
+        self._layer._compute = lambda hidden, ids, weights, assignment: run(
             hidden, assignment.topk_ids, assignment.topk_weights
         )
 

@@ -14,7 +14,8 @@ import torch
 from paceline.bench import model as whole_model
 from paceline.bench.layer import emulate_layer
 from paceline.bench.layer import summary as layer_summary
-from paceline.bench.spread import prepare_machine
+from paceline.bench.machine import prepare_machine
+from paceline.bench.trace import trace_workload
 from paceline.bench.workload import (
     SHAPES,
     Shape,
@@ -23,7 +24,6 @@ from paceline.bench.workload import (
     model_workload,
     parse_policies,
     skewed_workload,
-    trace_workload,
 )
 from paceline.placement import ExpertPlacement
 from paceline.reporting.environment import environment
@@ -159,7 +159,7 @@ def bench_layer(
             "rounds": rounds,
             "shape": asdict(load.shape),
         },
-        "policies": layer_summary(measured, chosen),
+        "policies": layer_summary(measured),
     }
 
 
@@ -175,6 +175,8 @@ def _split(load: Workload, parts: int) -> list[Workload]:
             topk_ids=inputs.topk_ids[rows],
             topk_weights=inputs.topk_weights[rows],
             scores=None if inputs.scores is None else inputs.scores[rows],
+            valid=None if inputs.valid is None else inputs.valid[rows],
+            token_request=None if inputs.token_request is None else inputs.token_request[rows],
             num_experts=inputs.num_experts,
             layer=inputs.layer,
         )

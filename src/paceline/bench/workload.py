@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -162,56 +160,6 @@ def skewed_workload(
         gate=softmax_gate(weight, popularity + high * hot, shape.k),
         shape=shape,
         origin=f"synthetic router, device 0 made {peak_to_mean:g} times as busy as the mean",
-    )
-
-
-def trace_workload(path: Path, shape: Shape, layer: int, tokens: int, offset: int = 0) -> Workload:
-    """Routing recorded from a model: an .npz with topk_ids and topk_weights [layers, tokens, k].
-
-    Args:
-        path: of the file.
-        shape: sizes of the experts to run; experts and k must be those of the trace.
-        layer: which of the trace.
-        tokens: how many, repeated where the trace has fewer.
-        offset: where to start, so that ranks differ.
-
-    Raises:
-        ValueError: if the file is no such trace or doesn't fit the shape.
-    """
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            ids, weights = arrays["topk_ids"], arrays["topk_weights"]
-    except (KeyError, ValueError, OSError) as error:
-        raise ValueError(f"trace {path} holds no topk_ids and topk_weights: {error}") from None
-    if ids.ndim != 3 or ids.shape != weights.shape or not 0 <= layer < ids.shape[0]:
-        raise ValueError(
-            f"trace {path} has shape {list(ids.shape)}: allowed is [layers, tokens, k], "
-            "layer < layers."
-        )
-    if ids.shape[2] != shape.k or int(ids.max()) >= shape.experts:
-        raise ValueError(
-            f"trace {path} has k={ids.shape[2]} and expert {int(ids.max())}: shape "
-            f"{shape.name} has k={shape.k} and {shape.experts} experts."
-        )
-    rows = (np.arange(tokens) + offset) % ids.shape[1]
-    chosen = torch.from_numpy(ids[layer][rows].astype(np.int64))
-    scores = torch.from_numpy(weights[layer][rows].astype(np.float32))
-    given = RoutingInputs(
-        topk_ids=chosen, topk_weights=scores, topk_scores=scores, num_experts=shape.experts
-    )
-    weight = torch.zeros((shape.experts, shape.hidden))
-    compute = softmax_gate(weight, torch.zeros(shape.experts), shape.k)
-
-    def gate(hidden: Tensor) -> RoutingInputs:
-        compute(hidden)  # costs what a gate costs; the choice is the recorded one
-        return given
-
-    return Workload(
-        label=f"{shape.name}, {path.name} layer {layer}",
-        hidden=torch.randn((tokens, shape.hidden), generator=torch.Generator().manual_seed(0)),
-        gate=gate,
-        shape=shape,
-        origin=f"recorded routing, {path.name}, layer {layer}",
     )
 
 

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.analysis.emulate import (
-    keep_freed_memory,
-    paired_ratios,
-    split_by_device,
-    time_policies,
-)
+from paceline.bench.emulated import split_by_device, time_in_turn
+from paceline.bench.machine import keep_freed_memory
+from paceline.bench.spread import ratios
 from paceline.demo.plan import DEVICES, Entry
 from paceline.evaluation.batches import Batch
 from paceline.placement import ExpertPlacement
 from paceline.routing import RoutingInputs, route
+
+REPEATS = 2
+"""Runs of a device in a round, the fastest of which counts."""
 
 
 @dataclass
@@ -89,9 +89,9 @@ def time_batch(
         for entry in entries:
             assignment = route(inputs, entry.policy, placement)
             work[entry.key] = split_by_device(
-                hidden, assignment.topk_ids, assignment.topk_weights, placement.expert_to_device
+                hidden, assignment.topk_ids, assignment.topk_weights, placement
             )
-        for key, seconds in time_policies(experts, work, rounds).items():
+        for key, seconds in time_in_turn(experts, work, rounds, REPEATS).items():
             totals[key] += Timing(seconds, max(part.rows for part in work[key]))
     return totals
 
@@ -107,7 +107,7 @@ def time_batches(
     """`time_batch` on one thread, times and rows summed over several batches.
 
     Returns, per policy: `seconds` of every round, `speedup` (no cap / policy within each round:
-    median, minimum, maximum), `busiest_device_rows`, and `bound`, the speed-up that the loads
+    minimum, median, maximum), `busiest_device_rows`, and `bound`, the speed-up that the loads
     allow: rows of the busiest device without a cap / with the policy.
     """
     keep_freed_memory()
@@ -125,7 +125,7 @@ def time_batches(
     return {
         key: {
             "seconds": timing.seconds,
-            "speedup": asdict(paired_ratios(base.seconds, timing.seconds)),
+            "speedup": ratios(base.seconds, timing.seconds),
             "busiest_device_rows": timing.busiest_rows,
             "bound": base.busiest_rows / timing.busiest_rows,
         }
