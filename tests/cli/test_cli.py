@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ def test_loads_of_a_saved_model_with_uneven_devices(
     assert [layer["experts_per_device"] for layer in found["layers"]] == [[3, 3, 2, 2]] * 2
     assert "isn't trained" in found["verdict"][0]
     assert "as fast" not in " ".join(found["verdict"])
-    page = html.read_text(encoding="utf-8")
+    page = unescape(html.read_text(encoding="utf-8"))
     assert found["verdict"][0] in page
     assert stat.S_IMODE(html.stat().st_mode) == 0o600
     table = page.split('<table id="layers">')[1].split("</table>")[0]

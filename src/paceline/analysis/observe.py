@@ -19,6 +19,7 @@ from paceline.engines.settings import (
 from paceline.evaluation.batches import Batch, Sequences, cut, mixed, separate, tokens_by_source
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
+from paceline.reporting.wording import placed
 from paceline.routing.stats import straggler_loss
 
 Progress = Callable[[int, int, str], None]
@@ -108,24 +109,24 @@ def observe_loads(
         layers = pace.stats().to_dict()["layers"]
     count = len(layers)
     policies = read_policies(policy, count)
-    described = []
-    for index, layer in enumerate(layers):
-        given = placement_for(placement, index, count)
-        where = read_placement(given, len(layer["expert_loads_before"]), layer["name"])
-        if where is not None:
-            described.append(describe_layer(layer, where))
+    placements = [
+        read_placement(placement_for(placement, index, count), len(layer["expert_loads_before"]))
+        or ExpertPlacement.per_expert(len(layer["expert_loads_before"]))
+        for index, layer in enumerate(layers)
+    ]
     return {
         "schema": SCHEMA,
         "policy": None if policy is None else _shown(policies),
         "mode": _mode(policies),
-        "devices": max(layer["devices"] for layer in described),
+        "devices": max(placement.num_devices for placement in placements),
+        "placement": placed(placements),
         "batches": len(batches),
         "mixed": sampling.mix,
         "tokens_by_text": dict(tokens),
         "degenerate": reasons(model, []),
         **_threshold(policies, layers, str(model.device.type)),
         "overall": overall(layers),
-        "layers": described,
+        "layers": [describe_layer(*pair) for pair in zip(layers, placements, strict=True)],
     }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from paceline.bench import model as whole_model
+from paceline.bench.emulated import CLOCK
 from paceline.bench.layer import emulate_layer
 from paceline.bench.layer import summary as layer_summary
 from paceline.bench.machine import prepare_machine
@@ -27,6 +28,7 @@ from paceline.bench.workload import (
 )
 from paceline.placement import ExpertPlacement
 from paceline.reporting.environment import environment
+from paceline.reporting.wording import placed
 from paceline.routing import RoutingInputs
 
 Progress = Callable[[], None]
@@ -147,9 +149,10 @@ def bench_layer(
         "devices": {
             "kind": RANKS if real else EMULATED,
             "count": count,
+            "placement": placed([placement]),
             "batch": "shared" if shares_batch else "own",
             "sends": "gloo or nccl" if real else "nothing: network time is not in these figures",
-            "clock": "wall" if real else "processor time of one thread",
+            "clock": "wall" if real else CLOCK,
         },
         "workload": {
             "label": load.label,
@@ -243,8 +246,9 @@ def bench_model(
         "devices": {
             "kind": RANKS if real else EMULATED,
             "count": count,
+            "placement": placed([placement]),
             "batch": "own",
-            "clock": "wall" if real else "processor time of one thread",
+            "clock": "wall" if real else CLOCK,
         },
         "workload": {
             "label": model_name,

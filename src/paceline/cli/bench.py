@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -191,10 +197,14 @@ def _check_folders(*files: Path | None) -> None:
             raise ValueError(f"{file} can't be written: there is no folder {file.parent}")
 
 
-def _ticking(total: int) -> Any:
-    from paceline.bench.console import ticking
+@contextmanager
+def _ticking(total: int) -> Iterator[Callable[[], None]]:
+    """Progress of the rounds, told by rank 0; yields what to call after each step."""
+    from paceline.cli.progress import progress
 
-    return ticking(total, quiet=os.environ.get("RANK", "0") != "0")
+    with progress(quiet=os.environ.get("RANK", "0") != "0") as tell:
+        steps = count(1)
+        yield lambda: tell(next(steps), total, "timing")
 
 
 def _finish(results: dict[str, Any], out: Path | None, plot: Path | None, as_json: bool) -> None:
@@ -204,6 +214,11 @@ def _finish(results: dict[str, Any], out: Path | None, plot: Path | None, as_jso
     from paceline.bench.console import show
     from paceline.reporting.files import to_json, write_text
 
+    results |= {
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["paceline", *sys.argv[1:]]),
+        "seconds": None,
+    }
     if as_json:
         typer.echo(to_json(results), nl=False)
     else:
@@ -211,6 +226,6 @@ def _finish(results: dict[str, Any], out: Path | None, plot: Path | None, as_jso
     if out is not None:
         write_text(out, to_json(results), private=False)
     if plot is not None:
-        from paceline.bench.figure import page
+        from paceline.bench.page import bench_page
 
-        write_text(plot, page(results), private=False)
+        write_text(plot, bench_page(results), private=False)

@@ -69,7 +69,8 @@ def _map(
         title: [figures.relative(layer["expert_loads_before"]) for layer in layers]
         for title, layers in panels.items()
     }
-    figure = load_map(loads, results["model"]["experts_per_device"], names)
+    devices = [results["model"]["expert_to_device"]] * len(names)
+    figure = load_map(loads, devices, names)
     # One scale for all maps of the page, so that colours can be compared.
     highest = max(
         max(figures.relative(layer["expert_loads_before"]))

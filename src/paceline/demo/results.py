@@ -24,6 +24,7 @@ def describe(model: Any, placement: Any) -> dict[str, Any]:
         "experts_per_token": model.config.num_experts_per_tok,
         "devices": placement.num_devices,
         "experts_per_device": list(placement.sizes),
+        "expert_to_device": list(placement.expert_to_device),
     }
 
 
