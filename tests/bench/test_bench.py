@@ -14,8 +14,9 @@ import torch
 
 from paceline import CapacityPolicy, ExpertPlacement, attach
 from paceline.bench.layer import Measured, emulate_layer, summary
-from paceline.bench.model import Served, random_model_named
+from paceline.bench.model import Served
 from paceline.bench.model import summary as model_summary
+from paceline.bench.random_model import random_model_named
 from paceline.bench.spread import ratios, shuffled, spread
 from paceline.bench.workload import (
     SHAPES,

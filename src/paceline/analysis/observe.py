@@ -7,20 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.analysis.degenerate import reasons
+from paceline.analysis.degenerate import LayerEvidence, reasons
 from paceline.analysis.loads import busiest, combine_peaks
-from paceline.engines.settings import (
-    PlacementsLike,
-    PoliciesLike,
-    placement_for,
-    read_placement,
-    read_policies,
-)
+from paceline.balance import straggler_loss
+from paceline.engines.facts import Facts
+from paceline.engines.settings import PlacementsLike, PoliciesLike
 from paceline.evaluation.batches import Batch, Sequences, cut, mixed, separate, tokens_by_source
 from paceline.placement import ExpertPlacement
+from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
 from paceline.reporting.wording import placed
-from paceline.routing.stats import straggler_loss
+from paceline.routing import Assignment, RoutingInputs
 
 Progress = Callable[[int, int, str], None]
 SCHEMA = "paceline-loads/2"
@@ -77,6 +74,7 @@ def observe_loads(
     devices: int = 8,
     placement: PlacementsLike = None,
     policy: PoliciesLike = None,
+    plan: Plan | None = None,
     sampling: Sampling | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -89,6 +87,7 @@ def observe_loads(
         devices: devices that share the experts in order, where no placement is given.
         placement: expert -> device, one for all layers or one a layer, as `attach` takes it.
         policy: one for all layers or one a layer; None only observes.
+        plan: policies and placements from a file, where `policy` or `placement` is None.
         sampling: which tokens to run.
         progress: told after every batch.
 
@@ -98,35 +97,47 @@ def observe_loads(
     from paceline.engines.transformers import attach
 
     sampling = sampling or Sampling()
-    placement = devices if placement is None else placement
+    if placement is None and (plan is None or not plan.placements):
+        placement = devices
     batches, tokens = make_batches(tokenizer, texts, sampling)
-    with attach(model, policy, placement, token_source="sequence") as pace:  # type: ignore[arg-type]
+    with attach(model, policy, placement, plan=plan, token_source="sequence") as pace:
         _check_length(model, sampling.sequence_length)
+        evidence: dict[str, LayerEvidence] = {}
+
+        def look(name: str, inputs: RoutingInputs, assignment: Assignment) -> None:
+            layer = LayerEvidence(assignment.num_experts, inputs.topk_ids.shape[1])
+            evidence.setdefault(name, layer).add(inputs)
+
+        pace.watch(look, Facts(scores=True, all_scores=True))
         for done, batch in enumerate(batches, start=1):
             _run(model, batch)
             if progress is not None:
                 progress(done, len(batches), f"{batch.ids.numel()} tokens")
-        layers = pace.stats().to_dict()["layers"]
-    count = len(layers)
-    policies = read_policies(policy, count)
-    placements = [
-        read_placement(placement_for(placement, index, count), len(layer["expert_loads_before"]))
-        or ExpertPlacement.per_expert(len(layer["expert_loads_before"]))
-        for index, layer in enumerate(layers)
+        policies, layers = pace.policies, pace.stats().to_dict()["layers"]
+        placements = [
+            given or ExpertPlacement.per_expert(len(layer["expert_loads_before"]))
+            for given, layer in zip(pace.placements, layers, strict=True)
+        ]
+    described = [
+        describe_layer(layer, where) | {"policy": str(own), "choices": seen.to_dict()}
+        for layer, where, own, seen in zip(
+            layers, placements, policies, evidence.values(), strict=True
+        )
     ]
+    named = policy is not None or (plan is not None and bool(plan.policies))
     return {
         "schema": SCHEMA,
-        "policy": None if policy is None else _shown(policies),
+        "policy": _shown(policies) if named else None,
         "mode": _mode(policies),
-        "devices": max(placement.num_devices for placement in placements),
+        "devices": max(where.num_devices for where in placements),
         "placement": placed(placements),
         "batches": len(batches),
         "mixed": sampling.mix,
         "tokens_by_text": dict(tokens),
-        "degenerate": reasons(model, []),
-        **_threshold(policies, layers, str(model.device.type)),
+        "degenerate": reasons(model, list(evidence.values())),
+        **_threshold(layers),
         "overall": overall(layers),
-        "layers": [describe_layer(*pair) for pair in zip(layers, placements, strict=True)],
+        "layers": described,
     }
 
 
@@ -153,24 +164,18 @@ def _mode(policies: Sequence[CapacityPolicy]) -> str:
     return next((mode for mode in ("enforce", "shadow") if mode in modes), "observe")
 
 
-def _threshold(
-    policies: Sequence[CapacityPolicy], layers: Sequence[Mapping[str, Any]], device_type: str
-) -> dict[str, float | None]:
+def _threshold(layers: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     """From which mean of tokens an expert on the caps apply, and what a batch here gives.
 
     Of the layer that comes nearest to being capped; None where no policy caps.
     """
-    least = [
-        (policy.resolved_min_expert_load(device_type), layer)
-        for policy, layer in zip(policies, layers, strict=True)
-        if policy.caps
-    ]
+    capping = [layer for layer in layers if layer["min_expert_load"] is not None]
     given = [
         layer["assignments"] / len(layer["expert_loads_before"]) / max(1, layer["forwards"])
-        for _, layer in least
+        for layer in capping
     ]
     return {
-        "min_expert_load": min((enough for enough, _ in least), default=None),
+        "min_expert_load": min((layer["min_expert_load"] for layer in capping), default=None),
         "tokens_an_expert": max(given, default=None),
     }
 

@@ -16,11 +16,11 @@ from paceline.bench.layer import NO_CAP, STAGES, Measured, share
 from paceline.bench.spread import shuffled
 from paceline.bench.workload import Workload
 from paceline.engines.transformers.expert_parallel import ExpertParallel
-from paceline.engines.transformers.expert_parallel_layer import own_share, route_together
+from paceline.engines.transformers.expert_parallel_layer import decide
 from paceline.engines.transformers.expert_parallel_link import Link
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
-from paceline.routing import Assignment, RoutingInputs, route
+from paceline.routing import Assignment, RoutingInputs
 
 UNTOUCHED = "untouched"
 """Label of Transformers' own expert parallelism, with no part of Paceline in it."""
@@ -81,19 +81,13 @@ def time_layer(
 
 
 def _decide(
-    inputs: RoutingInputs,
-    policy: CapacityPolicy | None,
-    parallel: ExpertParallel,
-    placement: ExpertPlacement,
+    inputs: RoutingInputs, policy: CapacityPolicy | None, parallel: ExpertParallel
 ) -> Assignment:
-    policy = policy or NO_CAP
-    if policy.pool == "batch" and policy.caps and not parallel.shares_batch:
-        return route_together(inputs, policy, parallel, placement)
+    """This rank's assignment, as an attached model decides."""
     if not parallel.shares_batch:
         source = torch.full_like(inputs.topk_ids[:, 0], parallel.link.rank, dtype=torch.int64)
         inputs = replace(inputs, token_source=source)
-        policy = own_share(policy, parallel.link.size, source.device.type)
-    return route(inputs, policy, placement)
+    return decide(inputs, policy or NO_CAP, parallel)
 
 
 def _round(
@@ -124,7 +118,7 @@ def _round(
     else:
         policy, ids, weights = policies[name], inputs.topk_ids, inputs.topk_weights
         if policy is not None:
-            decided = _decide(inputs, policy, parallel, placement)
+            decided = _decide(inputs, policy, parallel)
             ids, weights = decided.topk_ids, decided.topk_weights
         tick("route")
         parallel.clock = tick
@@ -151,7 +145,7 @@ def _count(
 ) -> None:
     """Loads, drops and bytes of one layer, over all ranks."""
     before = parallel.bytes_sent
-    decided = _decide(workload.gate(workload.hidden), policies.get(name), parallel, placement)
+    decided = _decide(workload.gate(workload.hidden), policies.get(name), parallel)
     device = torch.tensor([*placement.expert_to_device, placement.num_devices])
     rows = torch.bincount(device[decided.topk_ids.reshape(-1)], minlength=placement.num_devices + 1)
     genuine = torch.stack([decided.expert_loads_before.sum(), decided.dropped])

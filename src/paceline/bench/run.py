@@ -16,6 +16,7 @@ from paceline.bench.emulated import CLOCK
 from paceline.bench.layer import emulate_layer
 from paceline.bench.layer import summary as layer_summary
 from paceline.bench.machine import prepare_machine
+from paceline.bench.planned import placement_of, placements_of, policy_of
 from paceline.bench.trace import trace_workload
 from paceline.bench.workload import (
     SHAPES,
@@ -26,7 +27,7 @@ from paceline.bench.workload import (
     parse_policies,
     skewed_workload,
 )
-from paceline.placement import ExpertPlacement
+from paceline.plan import Plan
 from paceline.reporting.environment import environment
 from paceline.reporting.wording import placed
 from paceline.routing import RoutingInputs
@@ -77,7 +78,7 @@ def bench_layer(
     policies: Sequence[str],
     tokens: int,
     rounds: int,
-    devices: int | None = None,
+    plan: Plan | None = None,
     peak_to_mean: float = 2.0,
     shares_batch: bool = False,
     trace: Path | None = None,
@@ -94,7 +95,7 @@ def bench_layer(
         policies: short forms, compared with no cap.
         tokens: of each device (with `shares_batch`, of all together).
         rounds: of measurement.
-        devices: emulated devices; None: those of the shape.
+        plan: the layer's placement, else as many devices as the shape names, and one more policy.
         peak_to_mean: of the synthetic routing.
         shares_batch: whether all devices hold the same tokens.
         trace: recorded routing instead of synthetic.
@@ -106,24 +107,26 @@ def bench_layer(
     Raises:
         ValueError: if these don't fit together.
     """
+    if (model is None) == (shape is None) or (model is not None and text_ids is None):
+        raise ValueError("shape or model with text_ids is needed: give one of the two.")
+    _check_counts(tokens=tokens, rounds=rounds)
+    plan = plan or Plan()
     rank, ranks, machine = _start()
-    chosen = parse_policies(policies, shares_batch)
     real = under_torchrun()
-    if model is not None:
-        assert text_ids is not None
+    chosen = parse_policies(policies, shares_batch, planned=policy_of(plan, layer))
+    if model is not None and text_ids is not None:
         load, experts = model_workload(model, text_ids, layer, model_name)
-        count = ranks if real else devices or 8
-        placement = ExpertPlacement.contiguous(load.shape.experts, count)
+        placement = placement_of(plan, layer, load.shape, ranks if real else None)
+        count = placement.num_devices
         loads = [load] if shares_batch else _split(load, count)
         if real:
             from paceline.engines.transformers.expert_parallel import keep_experts
 
             keep_experts(experts, placement.experts_of(rank))
             loads = [loads[0 if shares_batch else rank]]
-    else:
-        assert shape is not None
-        count = ranks if real else devices or shape.devices
-        placement = ExpertPlacement.contiguous(shape.experts, count)
+    elif shape is not None:
+        placement = placement_of(plan, layer, shape, ranks if real else None)
+        count = placement.num_devices
         sources = [0] if shares_batch else [rank] if real else range(count)
         loads = [
             trace_workload(trace, shape, layer, tokens, offset=source * tokens)
@@ -166,6 +169,13 @@ def bench_layer(
     }
 
 
+def _check_counts(**counts: int) -> None:
+    """Numbers of things that there must be one of, by name."""
+    for name, value in counts.items():
+        if value < 1:
+            raise ValueError(f"{name}={value} is not allowed: it is at least 1.")
+
+
 def _split(load: Workload, parts: int) -> list[Workload]:
     """A layer's tokens dealt to devices in order, with their routing."""
     inputs = load.gate(load.hidden)
@@ -200,7 +210,7 @@ def bench_model(
     policies: Sequence[str],
     new_tokens: int,
     rounds: int,
-    devices: int = 8,
+    plan: Plan | None = None,
     progress: Progress = lambda: None,
 ) -> dict[str, Any]:
     """Time a whole model: prefill and decode under every policy.
@@ -212,30 +222,32 @@ def bench_model(
         policies: short forms, compared with no cap.
         new_tokens: generated for each prompt.
         rounds: of measurement.
-        devices: emulated devices, where torchrun doesn't say how many ranks there are.
+        plan: placements, one for all layers or one a layer, else 8 emulated devices or the ranks of
+            torchrun; and one more policy, or one a layer.
         progress: called after each policy of each round.
     """
-    from paceline.engines.transformers.discovery import count_experts, find_sites
-    from paceline.engines.transformers.probe import observe
+    from paceline.engines.transformers import attach
 
+    _check_counts(new_tokens=new_tokens, rounds=rounds)
+    plan = plan or Plan()
     rank, ranks, machine = _start()
-    chosen = parse_policies(policies, shares_batch=False, any_load=False)
     real = under_torchrun()
-    site = find_sites(model)[0]
-    experts = count_experts(site, observe(site))
+    planned = plan.policies or None
+    chosen = parse_policies(policies, shares_batch=False, any_load=False, planned=planned)
+    with attach(model) as pace:
+        experts = [len(layer.expert_loads_before) for layer in pace.stats().layers]
+    placements = placements_of(plan, experts, ranks if real else None)
     parameters = sum(p.numel() for p in model.parameters())  # before a rank forgets what isn't its
     prompt = prompt_ids(rank)
     if real:
         from paceline.engines.transformers.expert_parallel import place_experts
 
-        count, placement = ranks, ExpertPlacement.contiguous(experts, ranks)
-        place_experts(model, placement)
+        place_experts(model, placements[0])
         served = whole_model.serve_on_ranks(model, prompt, chosen, new_tokens, rounds, progress)
         sequences = prompt.shape[0] * ranks
     else:
-        count, placement = devices, ExpertPlacement.contiguous(experts, devices)
         served = whole_model.serve_emulated(
-            model, prompt, chosen, placement, new_tokens, rounds, progress
+            model, prompt, chosen, placements, new_tokens, rounds, progress
         )
         sequences = prompt.shape[0]
     return {
@@ -245,8 +257,8 @@ def bench_model(
         "timing": machine,
         "devices": {
             "kind": RANKS if real else EMULATED,
-            "count": count,
-            "placement": placed([placement]),
+            "count": max(placement.num_devices for placement in placements),
+            "placement": placed(placements),
             "batch": "own",
             "clock": "wall" if real else CLOCK,
         },

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.bench.captured import capture
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import RoutingInputs
@@ -168,45 +169,18 @@ def model_workload(model: Any, ids: Tensor, layer: int, name: str) -> tuple[Work
 
     Args:
         model: in eval mode.
-        ids: [batch, length] token ids.
+        ids: [batch, length] token ids; a row is a request.
         layer: index among its MoE layers.
         name: for the report.
 
     Raises:
         ValueError: if the model has no such layer.
     """
-    from paceline.engines.transformers import attach
-
-    seen: dict[str, Any] = {}
-    with attach(model, "capacity_factor=1e9,mode=shadow,min_expert_load=0,unit=expert") as pace:
-        if not 0 <= layer < len(pace.layers):
-            raise ValueError(
-                f"layer {layer} is not allowed: the model has {len(pace.layers)} MoE layers."
-            )
-        attached = pace._layers[layer]
-        block, experts = attached.site.block, attached.site.experts
-        routed = attached._route
-
-        def keep(inputs: RoutingInputs) -> Any:
-            seen["inputs"] = inputs
-            return routed(inputs)
-
-        attached._route = keep  # type: ignore[method-assign]
-        hook = experts.register_forward_pre_hook(
-            lambda _, args: seen.__setitem__(
-                "hidden", args[0].reshape(-1, args[0].shape[-1]).clone()
-            )
-        )
-        try:
-            with torch.no_grad():
-                model(input_ids=ids)
-        finally:
-            hook.remove()
-            del attached._route
-        k, num_experts = attached.k, attached.num_experts
-    given: RoutingInputs = replace(seen["inputs"], token_request=None)
-    hidden: Tensor = seen["hidden"]
-    router: Any = getattr(block, "gate", None) or block.router
+    layers = capture(model, ids)
+    if not 0 <= layer < len(layers):
+        raise ValueError(f"layer {layer} is not allowed: the model has {len(layers)} MoE layers.")
+    router, experts, hidden = layers[layer].router, layers[layer].experts, layers[layer].hidden
+    given = replace(layers[layer].inputs, token_source=None)
 
     def gate(rows: Tensor) -> RoutingInputs:
         router(rows)
@@ -216,15 +190,23 @@ def model_workload(model: Any, ids: Tensor, layer: int, name: str) -> tuple[Work
     intermediate = (
         min(d for p in stacked for d in p.shape[1:] if d != hidden.shape[1]) if stacked else 0
     )
+    k, num_experts = given.topk_ids.shape[1], given.experts(None)
     shape = Shape(name, hidden.shape[1], intermediate, num_experts, k, 8)
     origin = f"{name} on real text, layer {layer}"
     return Workload(origin, hidden, gate, shape, origin), experts
 
 
+Compared = CapacityPolicy | Sequence[CapacityPolicy] | None
+"""A policy of a benchmark: one for all layers, one a layer, or None for no cap."""
+
+
 def parse_policies(
-    texts: Sequence[str], shares_batch: bool, any_load: bool = True
-) -> dict[str, CapacityPolicy | None]:
-    """Label -> policy; "none", no cap, always comes first.
+    texts: Sequence[str],
+    shares_batch: bool,
+    any_load: bool = True,
+    planned: Compared = None,
+) -> dict[str, Any]:
+    """Label -> policy, or one a layer; "none", no cap, always comes first, "plan" last.
 
     Where devices have a batch each and no pool is named, it is "source".
 
@@ -232,27 +214,41 @@ def parse_policies(
         texts: short forms of policies.
         shares_batch: whether all devices hold the same tokens.
         any_load: cap however small a batch is, unless min_expert_load is named.
+        planned: of a plan, compared under the label "plan".
 
     Raises:
         ValueError: on a bad policy, or one that can't be in this layout.
     """
-    policies: dict[str, CapacityPolicy | None] = {"none": None}
+    policies: dict[str, Any] = {"none": None}
     for text in texts:
-        if text == "none":
-            continue
-        policy = CapacityPolicy.parse(text)
-        if not policy.caps or policy.mode != "enforce":
-            raise ValueError(
-                f'policy {text!r} caps nothing: use "none" for the layer without a cap.'
-            )
-        if any_load and policy.min_expert_load == "auto":
-            policy = CapacityPolicy.parse(f"{text},min_expert_load=0")
-        if not shares_batch and "pool" not in policy.model_fields_set:
-            policy = policy.replace(pool="source")
-        if shares_batch and (policy.pool == "source" or policy.expand == "own_device"):
-            raise ValueError(
-                f"policy {text!r} needs tokens that live on a device: with a shared batch they "
-                'live on all; allowed is pool="batch" without expand="own_device".'
-            )
-        policies[text] = policy
+        if text != "none":
+            policy = CapacityPolicy.parse(text)
+            policies[text] = _compared(policy, text, shares_batch, any_load)
+    if isinstance(planned, CapacityPolicy):
+        policies["plan"] = _compared(planned, "plan", shares_batch, any_load)
+    elif planned is not None:
+        # a layer that a plan doesn't cap is meant: only all of them would compare nothing
+        caps = [policy for policy in planned if policy.caps] or list(planned)
+        checked = [_compared(policy, "plan", shares_batch, any_load) for policy in caps]
+        replaced = dict(zip(caps, checked, strict=True))
+        each = [replaced.get(policy, policy) for policy in planned]
+        policies["plan"] = each[0] if len(each) == 1 else each
     return policies
+
+
+def _compared(
+    policy: CapacityPolicy, text: str, shares_batch: bool, any_load: bool
+) -> CapacityPolicy:
+    """A policy as a benchmark means it."""
+    if not policy.caps or policy.mode != "enforce":
+        raise ValueError(f'policy {text!r} caps nothing: use "none" for the layer without a cap.')
+    if any_load and policy.min_expert_load == "auto":
+        policy = policy.replace(min_expert_load=0)
+    if not shares_batch and "pool" not in policy.model_fields_set:
+        policy = policy.replace(pool="source")
+    if shares_batch and (policy.pool == "source" or policy.expand == "own_device"):
+        raise ValueError(
+            f"policy {text!r} needs tokens that live on a device: with a shared batch they live on "
+            'all; allowed is pool="batch" without expand="own_device".'
+        )
+    return policy

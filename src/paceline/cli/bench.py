@@ -14,7 +14,8 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.errors import guarded
+from paceline.cli.decided import PlacementFile, PlanFile, decided, most_devices, named
+from paceline.cli.errors import check_writable, guarded
 
 bench = typer.Typer(
     name="bench",
@@ -62,6 +63,8 @@ def bench_layer_verb(
         float, typer.Option(help="Load of the busiest device, for a synthetic routing.")
     ] = 2.0,
     devices: Devices = None,
+    placement: PlacementFile = None,
+    plan: PlanFile = None,
     batch: Annotated[str, typer.Option(help="own: a batch a device; shared: one for all.")] = "own",
     rounds: Rounds = 5,
     out: Out = None,
@@ -83,19 +86,24 @@ def bench_layer_verb(
 
     if batch not in ("own", "shared"):
         raise ValueError(f"--batch {batch} is not allowed: it is own or shared.")
-    _check_folders(out, plot)
+    if model is not None and trace is not None:
+        raise ValueError("--model and --trace both name a routing: give one of them.")
+    if text and model is None:
+        raise ValueError("--text needs --model, which it runs through.")
+    check_writable(out, plot)
+    chosen = decided(devices, placement, plan)
     loaded = ids = None
     if model is not None:
         ranks = int(os.environ.get("WORLD_SIZE", 0))
-        loaded, ids = _model_and_text(model, text, tokens * (ranks or devices or 8))
-    policies = policy or _LAYER_POLICIES
-    with _ticking(rounds * (len(policies) + 1)) as tick:
+        loaded, ids = _model_and_text(model, text, tokens * (ranks or most_devices(chosen)))
+    policies = policy or ([] if chosen.policies else _LAYER_POLICIES)
+    with _ticking(rounds * (len(policies) + 1 + bool(chosen.policies))) as tick:
         results = bench_layer(
             shape=None if model is not None else named_shape(shape),
             policies=policies,
             tokens=tokens,
             rounds=rounds,
-            devices=devices,
+            plan=chosen,
             peak_to_mean=peak_to_mean,
             shares_batch=batch == "shared",
             trace=trace,
@@ -105,7 +113,7 @@ def bench_layer_verb(
             text_ids=ids,
             progress=tick,
         )
-    _finish(results, out, plot, as_json)
+    _finish(results | named(placement, plan), out, plot, as_json)
 
 
 @bench.command("model")
@@ -124,6 +132,8 @@ def bench_model_verb(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 256,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated for a prompt.")] = 16,
     devices: Devices = None,
+    placement: PlacementFile = None,
+    plan: PlanFile = None,
     rounds: Rounds = 5,
     out: Out = None,
     plot: Plot = None,
@@ -140,10 +150,11 @@ def bench_model_verb(
 
     from paceline.bench.run import bench_model
 
-    _check_folders(out, plot)
-    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    check_writable(out, plot)
+    chosen = decided(devices, placement, plan)
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
     if model.split(":")[0] == "random":
-        from paceline.bench.model import random_model_named
+        from paceline.bench.random_model import random_model_named
 
         loaded = random_model_named(model)
         size = loaded.config.vocab_size
@@ -158,8 +169,8 @@ def bench_model_verb(
             own: torch.Tensor = ids[rank * sequences : (rank + 1) * sequences]
             return own
 
-    policies = policy or _MODEL_POLICIES
-    with _ticking(rounds * (len(policies) + 1)) as tick:
+    policies = policy or ([] if chosen.policies else _MODEL_POLICIES)
+    with _ticking(rounds * (len(policies) + 1 + bool(chosen.policies))) as tick:
         results = bench_model(
             model=loaded,
             model_name=model,
@@ -167,11 +178,10 @@ def bench_model_verb(
             policies=policies,
             new_tokens=new_tokens,
             rounds=rounds,
-            devices=devices or 8,
+            plan=chosen,
             progress=tick,
         )
-    if rank == 0:
-        _finish(results, out, plot, as_json)
+    _finish(results | named(placement, plan), out, plot, as_json)
 
 
 def _model_and_text(
@@ -188,13 +198,6 @@ def _model_and_text(
     wanted = -(-tokens // length) * length
     ids = (ids * (-(-wanted // max(1, len(ids)))))[:wanted]
     return loaded, torch.tensor(ids).view(-1, length)
-
-
-def _check_folders(*files: Path | None) -> None:
-    """Say before a long run, not after, that its results can't be written."""
-    for file in files:
-        if file is not None and not file.parent.is_dir():
-            raise ValueError(f"{file} can't be written: there is no folder {file.parent}")
 
 
 @contextmanager

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.analysis.loads import add_loads, combine_peaks
+from paceline.balance import straggler_loss
 from paceline.evaluation.batches import Batch
 from paceline.evaluation.perplexity import Losses, batch_losses
-from paceline.routing.stats import straggler_loss
 
 LayerDict = Mapping[str, Any]
 
