@@ -16,6 +16,7 @@ from paceline.analysis.loads import (
     peak_to_mean,
     percentile,
 )
+from paceline.balance import straggler_loss
 
 
 def test_peak_to_mean_of_equal_units() -> None:
@@ -40,6 +41,12 @@ def test_a_device_without_experts_waits_with_the_others() -> None:
 def test_bad_loads_are_refused(loads: list[float]) -> None:
     with pytest.raises(ValueError, match="allowed"):
         busiest(loads)
+
+
+@pytest.mark.parametrize("bad", [-1.0, math.nan])
+def test_a_straggler_loss_of_nothing_is_refused(bad: float) -> None:
+    with pytest.raises(ValueError, match="peak_to_mean"):
+        straggler_loss(bad)
 
 
 def test_layers_in_a_row_are_weighted_by_their_work() -> None:
