@@ -19,6 +19,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from paceline.keeps import KEEP_ALIASES, KEEPS, registered_keeps
+from paceline.text import shortened
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -366,9 +367,6 @@ def _one_sentence(error: ValidationError) -> str:
         known = ", ".join(CapacityPolicy.model_fields)
         return f"{field} is not a field of CapacityPolicy: allowed are {known} and gamma."
     allowed = str(cause) if cause is not None else first["msg"].removeprefix("Input should be ")
-    return f"{field}={_shown(first['input'])} is not allowed: {field} is {allowed}."
-
-
-def _shown(value: Any) -> str:
-    text = " ".join(repr(value).split())  # an array's is of several lines
-    return text if len(text) <= 60 else text[:57] + "..."
+    # an array's repr is of several lines
+    shown = shortened(" ".join(repr(first["input"]).split()))
+    return f"{field}={shown} is not allowed: {field} is {allowed}."
