@@ -51,6 +51,8 @@ class LayerEvidence:
     def add(self, inputs: RoutingInputs) -> None:
         """Count one batch of this layer."""
         ids, scores, valid = inputs.topk_ids.long(), inputs.scores, inputs.valid
+        if scores is None and self.k > 1:
+            scores = inputs.topk_weights  # where the router's rule is unknown
         if valid is not None:
             ids = ids[valid]
             scores = None if scores is None else scores[valid]
@@ -84,8 +86,8 @@ class LayerEvidence:
 
     @property
     def flat(self) -> bool:
-        """Whether the router prefers no expert."""
-        return self._scored >= FEW_TOKENS and self._spread / self._scored < FLAT
+        """Whether the router hardly prefers an expert; all alike, it is a rule of the model's."""
+        return self._scored >= FEW_TOKENS and 0 < self._spread / self._scored < FLAT
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able figures: of the sets of experts that tokens choose, and of their scores."""
