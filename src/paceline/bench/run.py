@@ -158,7 +158,9 @@ def bench_layer(
             "count": count,
             "placement": placed([placement]),
             "batch": "shared" if shares_batch else "own",
-            "sends": "gloo or nccl" if real else "nothing: network time is not in these figures",
+            "sends": "over gloo or nccl"
+            if real
+            else "nothing, so network time is not in these figures",
             "clock": "wall" if real else CLOCK,
         },
         "workload": {
