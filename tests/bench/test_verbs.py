@@ -66,6 +66,7 @@ def test_a_layer_with_a_placement_and_a_policy_from_files(
     assert found["placement_file"] == str(plans["placed"])
     assert found["devices"]["count"] == 3
     assert found["devices"]["placement"] == "experts placed as given"
+    assert found["devices"]["expert_to_device"] == [2, 0, 0, 0, 0, 0, 0, 2]
     before = found["policies"][0]
     assert before["loads"][1] == 0  # it hosts nothing
     assert before["peak_to_mean"] == pytest.approx(max(before["loads"]) * 3 / (3 * 64 * 2))
@@ -73,6 +74,7 @@ def test_a_layer_with_a_placement_and_a_policy_from_files(
     assert "experts placed as given" in page.read_text(encoding="utf-8")
     capped = results(*LAYER, "--plan", plans["capped"], "--devices", "4")
     assert [row["policy"] for row in capped["policies"]] == ["none", "plan"]
+    assert capped["plan_policies"] == ["capacity_factor=1.0,min_expert_load=0.0"]
     assert capped["policies"][1]["dropped_share"] > 0
     second = results(*LAYER, "--placement", plans["two"], "--layer", "1", "-p", "capacity_factor=1")
     assert second["devices"]["count"] == 2

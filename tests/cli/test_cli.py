@@ -144,7 +144,7 @@ def test_loads_of_a_saved_model_with_uneven_devices(
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
     assert [layer["experts_per_device"] for layer in found["layers"]] == [[3, 3, 2, 2]] * 2
-    assert "isn't trained" in found["verdict"][0]
+    assert "looks untrained" in found["verdict"][0]
     assert "as fast" not in " ".join(found["verdict"])
     page = unescape(html.read_text(encoding="utf-8"))
     assert found["verdict"][0] in page

@@ -102,7 +102,8 @@ class LayerEvidence:
 def constant_norms(model: nn.Module) -> bool:
     """Whether every normalisation weight of a model is one constant, as no training leaves them.
 
-    False where the model has none.
+    False where the model has none. A trained model whose normalisation was folded into its other
+    weights has such constants too.
 
     >>> constant_norms(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
     True
@@ -126,7 +127,7 @@ def reasons(model: nn.Module, layers: Sequence[LayerEvidence]) -> list[str]:
     found = []
     if constant_norms(model):
         found.append(
-            "the model isn't trained: all its normalisation weights are constants, as a random "
+            "the model looks untrained: all its normalisation weights are constants, as a random "
             "initialisation leaves them"
         )
     identical = [layer for layer in layers if layer.identical]

@@ -127,10 +127,12 @@ def observe_loads(
             for given, layer in zip(pace.placements, layers, strict=True)
         ]
     described = [
-        describe_layer(layer, where) | {"policy": str(own), "choices": seen.to_dict()}
-        for layer, where, own, seen in zip(
-            layers, placements, policies, evidence.values(), strict=True
-        )
+        describe_layer(layer, where)
+        | {
+            "policy": str(own),
+            "choices": evidence.get(layer["name"], LayerEvidence(where.num_experts, 1)).to_dict(),
+        }
+        for layer, where, own in zip(layers, placements, policies, strict=True)
     ]
     named = policy is not None or (plan is not None and bool(plan.policies))
     return {

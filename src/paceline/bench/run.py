@@ -157,6 +157,7 @@ def bench_layer(
             "kind": RANKS if real else EMULATED,
             "count": count,
             "placement": placed([placement]),
+            "expert_to_device": list(placement.expert_to_device),
             "batch": "shared" if shares_batch else "own",
             "sends": "over gloo or nccl"
             if real
@@ -171,6 +172,7 @@ def bench_layer(
             "rounds": rounds,
             "shape": asdict(load.shape),
         },
+        "plan_policies": list(map(str, plan.policies)),
         "policies": layer_summary(measured),
     }
 
@@ -271,5 +273,6 @@ def bench_model(
             "rounds": rounds,
             "parameters": parameters,
         },
+        "plan_policies": list(map(str, plan.policies)),
         "policies": whole_model.summary(served, sequences * prompt.shape[1], new_tokens, sequences),
     }
