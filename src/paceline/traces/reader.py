@@ -70,6 +70,9 @@ class _Stored:
     def __init__(self, folder: Path, header: Header, count: int) -> None:
         self._folder, self._header, self._count = folder, header, count
 
+    def __len__(self) -> int:
+        return self._count
+
     def __iter__(self) -> Iterator[Chunk]:
         for number in range(self._count):
             yield read_chunk(self._folder / chunk_name(number), self._header, number)

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from paceline.traces.chunk import Chunk, joined
 from paceline.traces.format import Header
+
+
+class Chunks(Protocol):
+    """Chunks that can be gone through again and again; there are at most as many as len says."""
+
+    def __iter__(self) -> Iterator[Chunk]: ...
+
+    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +32,7 @@ class Trace:
     """
 
     header: Header
-    chunks: Iterable[Chunk]
+    chunks: Chunks
     where: str = "trace"
 
     def regrouped(self, tokens: int) -> Trace:
@@ -65,8 +74,11 @@ class Trace:
 class _Regrouped:
     """Chunks whose batches have so many tokens each."""
 
-    def __init__(self, chunks: Iterable[Chunk], tokens: int) -> None:
+    def __init__(self, chunks: Chunks, tokens: int) -> None:
         self._chunks, self._tokens = chunks, tokens
+
+    def __len__(self) -> int:
+        return len(self._chunks) + 1
 
     def __iter__(self) -> Iterator[Chunk]:
         rest: list[Chunk] = []
@@ -88,8 +100,11 @@ class _Regrouped:
 class _Narrowed:
     """Chunks with some of their layers."""
 
-    def __init__(self, chunks: Iterable[Chunk], layers: list[int]) -> None:
+    def __init__(self, chunks: Chunks, layers: list[int]) -> None:
         self._chunks, self._layers = chunks, torch.tensor(layers, dtype=torch.int64)
+
+    def __len__(self) -> int:
+        return len(self._chunks)
 
     def __iter__(self) -> Iterator[Chunk]:
         for chunk in self._chunks:
