@@ -182,7 +182,7 @@ def _zip_kind(path: Path) -> str:
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
-    except zipfile.BadZipFile:
+    except arrays.ZIP_FAULTS:
         raise TraceError(f"{path} is a zip file that is cut off or broken.") from None
     if any(name.endswith("data.pkl") for name in names):
         return "torch"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import math
+import struct
 import zipfile
+import zlib
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,6 +17,11 @@ from paceline.traces.format import TraceError
 
 MAGIC = b"\x93NUMPY"
 MAX_ARRAY_BYTES = 1 << 30
+ZIP_FAULTS = (
+    zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, EOFError, RuntimeError,
+    ValueError, OverflowError, struct.error, zlib.error,
+)  # fmt: skip
+"""What zipfile raises for files that are broken in one way or another."""
 _MAX_DICT, _MAX_MEMBERS = 1 << 16, 1 << 20
 _KINDS = "iufbU"
 
@@ -69,7 +76,9 @@ def read_npz(path: Path) -> dict[str, npt.NDArray[Any]]:
                     name = member.filename.removesuffix(".npy")
                     found[name] = read_npy(file, member.file_size, f"{path}: {name}")
             return found
-    except (zipfile.BadZipFile, NotImplementedError, EOFError, RuntimeError) as error:
+    except ZIP_FAULTS as error:
+        if isinstance(error, TraceError):
+            raise
         raise TraceError(f"{path} is no zip file that can be read: {error}.") from None
 
 
