@@ -117,7 +117,7 @@ def _result(tallies: Sequence[Tally]) -> dict[str, Any]:
     means = np.concatenate([np.frombuffer(tally.means, np.float32) for tally in tallies])
     peaks = np.concatenate([np.frombuffer(tally.peaks, np.float32) for tally in tallies])
     before, after = peaks.reshape(-1, 2).T
-    total = float(np.sum(means, dtype=np.float64))
+    total = sum(tally.assignments / tally.placement.num_devices for tally in tallies)
     rows_before = sum(tally.busiest_before for tally in tallies)
     rows_after = sum(tally.busiest_after for tally in tallies)
     alike = len({tally.policy for tally in tallies}) == 1
