@@ -9,6 +9,8 @@ import typer
 from paceline.cli.bench import bench
 from paceline.cli.demo import demo
 from paceline.cli.loads import loads
+from paceline.cli.record import record
+from paceline.cli.simulate import simulate
 
 app = typer.Typer(
     name="paceline",
@@ -21,6 +23,8 @@ app = typer.Typer(
 app.command()(demo)
 app.add_typer(bench)
 app.command()(loads)
+app.command()(record)
+app.command()(simulate)
 
 
 @app.command()
