@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from paceline.balance import straggler_loss
 from paceline.plan import Plan
-from paceline.routing.stats import straggler_loss
 from paceline.traces.tally import Given, Tally, Watch, gate_mass_lost, spread
 from paceline.traces.trace import Trace
 

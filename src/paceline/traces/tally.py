@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from paceline.balance import straggler_loss
 from paceline.engines.settings import read_placement
 from paceline.placement import ExpertPlacement
 from paceline.plan import Plan
@@ -19,7 +20,6 @@ from paceline.routing.budget import places_on_host, units_of
 from paceline.routing.candidates import topk_candidates
 from paceline.routing.capacity import tokens_needed
 from paceline.routing.route import check_binding
-from paceline.routing.stats import straggler_loss
 from paceline.traces.trace import Trace
 
 Array = npt.NDArray[Any]
@@ -135,7 +135,8 @@ class Tally:
         self.assignments += assignments
         self.lost_tokens += lost
         self.loads_after += after
-        self.too_small += self.policy.caps and given.tokens < self._few
+        by_batch = self.policy.caps and self.policy.pool != "request"
+        self.too_small += by_batch and given.tokens < self._few
         self.weighed &= given.mass is not None
         self.mass += whole
         self.mass_kept += kept_mass
