@@ -341,7 +341,7 @@ JSONS: list[tuple[Any, str]] = [
     ({"num_experts": 64, "k": 6, "layers": {"0": {"64": 5}}}, "expert 64"),
     ({"num_experts": 64, "k": 6, "layers": {"0": {"6": -5}}}, "count outside 0"),
     ({"num_experts": 64, "k": 6, "layers": {"0": {"6": 0.5}}}, "no whole numbers"),
-    ({"num_experts": 64, "k": 6, "layers": {"0": {"6": "5"}}}, "expected is a number"),
+    ({"num_experts": 64, "k": 6, "layers": {"0": {"6": "5"}}}, "is no number"),
     ({"num_experts": 64, "k": 6, "layers": {"a": {"6": 5}}}, "no number of a layer"),
     ({"num_experts": 64, "k": 6, "layers": {}}, "no layers"),
     ({"num_experts": 64, "k": 6, "layers": {"1": {"3": 0}}}, "all of it is zero"),

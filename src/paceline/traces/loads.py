@@ -101,9 +101,7 @@ def trace_loads(
         "notes": list(header.notes),
         "devices": placements[0].num_devices,
         "batch_tokens": batch_tokens,
-        "batches_are": header.batches
-        if batch_tokens is None
-        else f"{batch_tokens} tokens in order",
+        "batches_are": cut.header.batches,
         "axes": AXES,
         **figures.result(),
     }

@@ -17,7 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from paceline.traces.format import PHASES, UNKNOWN, TraceError, shown
+from paceline.text import shortened
+from paceline.traces.format import PHASES, UNKNOWN, TraceError
 from paceline.traces.importers.arrays import check_zip
 from paceline.traces.importers.asked import Asked
 from paceline.traces.importers.build import from_choices, from_counts, layer_names
@@ -87,7 +88,7 @@ def _load(path: Path) -> dict[str, Any]:
             raise
         raise TraceError(
             f"{path} can't be read without running code from it (torch.load, weights_only): "
-            f"{shown(str(error).splitlines()[0] if str(error) else type(error).__name__)}."
+            f"{shortened(str(error).splitlines()[0] if str(error) else type(error).__name__)}."
         ) from None
     if not isinstance(data, dict):
         raise TraceError(f"{path} is no recording of SGLang: it holds a {type(data).__name__}.")
@@ -120,7 +121,9 @@ def _per_pass(loaded: list[dict[str, Any]], where: str, asked: Asked) -> Trace:
             counts = _array(record.get("global_physical_count"), 2, "global_physical_count", where)
             number = record.get("forward_pass_id")
             if type(number) is not int:
-                raise TraceError(f"{where}: forward_pass_id={shown(number)} is no whole number.")
+                raise TraceError(
+                    f"{where}: forward_pass_id={shortened(number)} is no whole number."
+                )
             ranks.add(record.get("rank"))
             if any(other.shape != counts.shape for other in total.values()):
                 raise TraceError(f"{where}: passes or ranks differ in layers or slots.")
