@@ -138,8 +138,8 @@ def test_simulate_is_that_of_the_library(tmp_path: Path, recorded: dict[str, Pat
     assert found["plans"] == wanted["plans"]
     assert found["plans"][policy]["overall"]["dropped"] > 0
     shown = "".join(run("simulate", recorded["choices"], *arguments).stdout.split())
-    for name, of_plan in wanted["plans"].items():
-        assert name.replace(" ", "") in shown or len(name) > 40
+    assert "nocap" in shown
+    for of_plan in wanted["plans"].values():
         assert f"{of_plan['overall']['gain']:.2f}×" in shown
 
 
