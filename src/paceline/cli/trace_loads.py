@@ -141,8 +141,8 @@ def _show(result: Mapping[str, Any]) -> None:
         for group in result["groups"]:
             count = "" if group["tokens"] is None else f", {group['tokens']:,} tokens"
             console.print(
-                f"{group['phase']}, {group['modality']}{count}: pooled over layers and batches "
-                f"{factor(group['pooled_device_peak_to_mean'])}",
+                f"{group['phase']}, {group['modality']}{count}: busiest device by these rows alone "
+                f"{factor(group['device_peak_to_mean'])} the mean",
                 markup=False,
             )
     for line in result["verdict"]:
