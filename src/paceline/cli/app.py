@@ -8,6 +8,7 @@ import typer
 
 from paceline.cli.bench import bench
 from paceline.cli.demo import demo
+from paceline.cli.import_trace import import_trace
 from paceline.cli.loads import loads
 from paceline.cli.record import record
 from paceline.cli.simulate import simulate
@@ -24,6 +25,7 @@ app.command()(demo)
 app.add_typer(bench)
 app.command()(loads)
 app.command()(record)
+app.command("import")(import_trace)
 app.command()(simulate)
 
 
