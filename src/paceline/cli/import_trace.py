@@ -48,8 +48,8 @@ def import_trace(
     )
     many = f", {tokens:,} tokens" if header.per_token else ""
     typer.echo(
-        f"{header.content} of {len(header.layers)} layers of {header.experts} experts, {said}{many}, "
-        f"from {header.source}, are in {out}."
+        f"{header.content} of {len(header.layers)} layers of {header.experts} experts, "
+        f"{said}{many}, from {header.source}, are in {out}."
     )
     for note in header.notes:
         typer.echo(f"Note: {note}.")
