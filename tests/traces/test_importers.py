@@ -10,7 +10,6 @@ import pickle
 import shutil
 import struct
 import zipfile
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -532,7 +531,7 @@ def test_a_gguf_with_lengths_that_cant_be_is_refused(tmp_path: Path) -> None:
 
 
 def test_bytes_changed_at_random_end_in_a_sentence_or_a_trace(tmp_path: Path) -> None:
-    """Whatever a broken file holds, what comes out is TraceError or a trace, nothing else."""
+    """Whatever a broken file holds, what comes out is one sentence or a trace, nothing else."""
     rng = np.random.default_rng(5)
     files = [path for path in HERE.rglob("*") if path.is_file() and path.suffix != ".md"]
     for path in files:
@@ -545,8 +544,12 @@ def test_bytes_changed_at_random_end_in_a_sentence_or_a_trace(tmp_path: Path) ->
                 broken = broken[: rng.integers(0, len(raw))]
             copy = tmp_path / path.name.replace("_0.pt", ".pt")
             copy.write_bytes(broken)
-            with suppress(TraceError):
+            said = ""
+            try:
                 counts_of(open_trace(copy, ASKED))
+            except TraceError as error:
+                said = str(error)
+            assert "\n" not in said
 
 
 def test_a_statistic_of_tensorrt_that_cant_be_is_refused(tmp_path: Path) -> None:

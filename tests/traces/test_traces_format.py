@@ -117,6 +117,7 @@ HEADERS: dict[str, tuple[Change, str]] = {
     "experts of 10^18": (lambda h: h["layers"][0].update(experts=10**18), "layers.0.experts="),
     "k above experts": (lambda h: h["layers"][0].update(k=7), "k=7 of 6 experts"),
     "text for a number": (lambda h: h["layers"][0].update(experts="6"), "layers.0.experts='6'"),
+    "a name of two lines": (lambda h: h["layers"][0].update(name="a\nb"), "layers.0.name='a"),
     "unknown content": (lambda h: h.update(content="all"), "content='all'"),
     "negative chunks": (lambda h: h.update(chunks=-1), "chunks=-1"),
     "a chunk too many": (lambda h: h.update(chunks=2), "lacks chunk-000001.safetensors"),

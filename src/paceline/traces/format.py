@@ -55,7 +55,7 @@ class Layer(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    name: str = Field(max_length=1024)
+    name: str = Field(max_length=1024, pattern=r"^[^\x00-\x1f]*$")
     experts: int = Field(ge=1, le=MAX_EXPERTS)
     k: int | None = Field(default=None, ge=1)
 
@@ -139,7 +139,7 @@ def parse_header(fields: Any, where: str) -> Header:
         raise TraceError(f'{where}: format is not "{FORMAT}": this is no trace of Paceline.')
     if fields.get("version") != VERSION:
         raise TraceError(
-            f"{where}: version={shortened(fields.get('version'))} is not allowed: read is version "
+            f"{where}: version={seen(fields.get('version'))} is not allowed: read is version "
             f"{VERSION}."
         )
     try:
@@ -148,7 +148,7 @@ def parse_header(fields: Any, where: str) -> Header:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"])) or "header"
         raise TraceError(
-            f"{where}: {field}={shortened(repr(first['input']))} is not allowed: {first['msg']}."
+            f"{where}: {field}={seen(first['input'])} is not allowed: {first['msg']}."
         ) from None
 
 
@@ -173,3 +173,12 @@ def read_bounded(path: Path, limit: int) -> bytes:
 def chunk_name(number: int) -> str:
     """File name of a chunk, from 0."""
     return f"chunk-{number:06d}.safetensors"
+
+
+def seen(value: object) -> str:
+    """What a file holds, in an error: as Python writes it, on one line, shortened.
+
+    >>> seen("two\\nlines")
+    "'two\\\\nlines'"
+    """
+    return shortened(repr(value))

@@ -79,7 +79,7 @@ def read_npz(path: Path) -> dict[str, npt.NDArray[Any]]:
             for member in members:
                 with archive.open(member) as file:
                     name = member.filename.removesuffix(".npy")
-                    found[name] = read_npy(file, member.file_size, f"{path}: {name}")
+                    found[name] = read_npy(file, member.file_size, f"{path}: {name!r}")
             return found
     except ZIP_FAULTS as error:
         if isinstance(error, TraceError):

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.text import shortened
-from paceline.traces.format import TraceError
+from paceline.traces.format import TraceError, seen
 from paceline.traces.importers.asked import Asked
 from paceline.traces.importers.choices import from_choices
 from paceline.traces.importers.counts import layer_names
@@ -114,7 +113,7 @@ def _chosen(row: dict[str, Any], k: int, place: str) -> list[int]:
         or len(ids) != k
         or not all(type(i) is int and -1 <= i < 1 << 31 for i in ids)
     ):
-        raise TraceError(f"{place}: topk_ids={shortened(ids)} are no {k} ids.")
+        raise TraceError(f"{place}: topk_ids={seen(ids)} are no {k} ids.")
     return ids
 
 
@@ -124,7 +123,7 @@ def _weights(row: dict[str, Any], k: int, place: str) -> list[float]:
         return []
     numbers = isinstance(given, list) and all(isinstance(w, int | float) for w in given)
     if not numbers or len(given) != k or not all(abs(w) < 1e30 for w in given):
-        raise TraceError(f"{place}: topk_weights={shortened(given)} are no {k} weights.")
+        raise TraceError(f"{place}: topk_weights={seen(given)} are no {k} weights.")
     return list(given)
 
 
@@ -144,5 +143,5 @@ def _restarts(rows: _Rows, count: int) -> list[int]:
 def _number(row: dict[str, Any], field: str, place: str) -> int:
     value = row.get(field)
     if type(value) is not int or not 0 <= value < 1 << 40:
-        raise TraceError(f"{place}: {field}={shortened(value)} is no whole number.")
+        raise TraceError(f"{place}: {field}={seen(value)} is no whole number.")
     return value

@@ -17,8 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from paceline.text import shortened
-from paceline.traces.format import PHASES, UNKNOWN, TraceError
+from paceline.traces.format import PHASES, UNKNOWN, TraceError, seen
 from paceline.traces.importers.arrays import check_zip
 from paceline.traces.importers.asked import Asked
 from paceline.traces.importers.choices import from_choices
@@ -57,18 +56,18 @@ def read_recording(paths: Sequence[Path], where: str, asked: Asked) -> Trace:
 
 def _check_ranks(loaded: list[dict[str, Any]], paths: Sequence[Path], where: str) -> None:
     """Refuse files that can't be the ranks of one recording."""
-    seen: dict[int, Path] = {}
+    of_rank: dict[int, Path] = {}
     for data, path in zip(loaded, paths, strict=True):
         records = data.get("records")
         holders = records if isinstance(records, list) else [data]
         ranks = {_whole(holder, "rank") for holder in holders if isinstance(holder, dict)}
         for rank in ranks:
-            if rank in seen:
+            if rank in of_rank:
                 raise TraceError(
-                    f"{where}: {seen[rank].name} and {path.name} are both of rank {rank}, so not "
+                    f"{where}: {of_rank[rank].name} and {path.name} are both of rank {rank}, so not "
                     "of one recording."
                 )
-            seen[rank] = path
+            of_rank[rank] = path
 
 
 def ranks_of(path: Path) -> list[Path]:
@@ -95,9 +94,11 @@ def _load(path: Path) -> dict[str, Any]:
             check_zip(members, str(path))
             for member in members:
                 if member.filename.endswith(".pkl") and member.file_size > _MAX_PICKLE_BYTES:
-                    raise TraceError(f"{path}: {member.filename} is too large.")
+                    raise TraceError(f"{path}: {member.filename!r} is too large.")
                 if member.compress_type != zipfile.ZIP_STORED:
-                    raise TraceError(f"{path}: {member.filename} is compressed: torch never does.")
+                    raise TraceError(
+                        f"{path}: {member.filename!r} is compressed: torch never does."
+                    )
         data = torch.load(path, map_location="cpu", weights_only=True)
     except TraceError:
         raise
@@ -106,7 +107,7 @@ def _load(path: Path) -> dict[str, Any]:
             raise
         raise TraceError(
             f"{path} can't be read without running code from it (torch.load, weights_only): "
-            f"{shortened(str(error).splitlines()[0] if str(error) else type(error).__name__)}."
+            f"{seen(str(error).splitlines()[:1] or type(error).__name__)}."
         ) from None
     if not isinstance(data, dict):
         raise TraceError(f"{path} is no recording of SGLang: it holds a {type(data).__name__}.")
@@ -143,9 +144,7 @@ def _per_pass(loaded: list[dict[str, Any]], where: str, asked: Asked) -> Trace:
             counts = _array(record.get("global_physical_count"), 2, "global_physical_count", where)
             number = record.get("forward_pass_id")
             if type(number) is not int:
-                raise TraceError(
-                    f"{where}: forward_pass_id={shortened(number)} is no whole number."
-                )
+                raise TraceError(f"{where}: forward_pass_id={seen(number)} is no whole number.")
             ranks.add(record.get("rank"))
             if any(other.shape != counts.shape for other in total.values()):
                 raise TraceError(f"{where}: passes or ranks differ in layers or slots.")
@@ -184,19 +183,19 @@ def _per_token(loaded: list[dict[str, Any]], where: str, asked: Asked) -> Trace:
     records.sort(key=lambda record: (_whole(record, "forward_pass_id"), _whole(record, "rank")))
     parts: list[Array] = []
     facts: dict[str, list[Array]] = {"phase": [], "request": [], "source": []}
-    starts, notes, seen = [0], [], -1
+    starts, notes, last_pass = [0], [], -1
     sequences = repeated = 0
     for record in records:
         ids = _array(record.get("topk_ids_of_layer"), 3, "topk_ids_of_layer", where)
         if parts and (ids.shape[0], ids.shape[2]) != (parts[0].shape[0], parts[0].shape[2]):
             raise TraceError(f"{where}: passes differ in layers or k.")
         number, tokens, end = _whole(record, "forward_pass_id"), ids.shape[1], starts[-1]
-        if number == seen:
+        if number == last_pass:
             if np.array_equal(ids, parts[-1]):  # tensor parallelism: all ranks see all tokens
                 repeated += 1
                 continue
             starts.pop()
-        seen = number
+        last_pass = number
         mode = _MODES.get(record.get("forward_mode") or 0)
         lengths = record.get("extend_seq_lens")
         if (
