@@ -64,8 +64,8 @@ def _check_ranks(loaded: list[dict[str, Any]], paths: Sequence[Path], where: str
         for rank in ranks:
             if rank in of_rank:
                 raise TraceError(
-                    f"{where}: {of_rank[rank].name} and {path.name} are both of rank {rank}, so not "
-                    "of one recording."
+                    f"{where}: {of_rank[rank].name} and {path.name} are both of rank {rank}, so "
+                    "not of one recording."
                 )
             of_rank[rank] = path
 
