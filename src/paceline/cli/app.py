@@ -8,7 +8,10 @@ import typer
 
 from paceline.cli.bench import bench
 from paceline.cli.demo import demo
+from paceline.cli.import_trace import import_trace
 from paceline.cli.loads import loads
+from paceline.cli.record import record
+from paceline.cli.simulate import simulate
 
 app = typer.Typer(
     name="paceline",
@@ -21,6 +24,9 @@ app = typer.Typer(
 app.command()(demo)
 app.add_typer(bench)
 app.command()(loads)
+app.command()(record)
+app.command("import")(import_trace)
+app.command()(simulate)
 
 
 @app.command()
