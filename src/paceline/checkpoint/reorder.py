@@ -13,6 +13,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from paceline.analysis.expert_map import ExpertMap
 from paceline.checkpoint.expert_tensors import ExpertLayer, Kind, renamed
 from paceline.checkpoint.folder import Checkpoint
+from paceline.plan import Plan
 
 ORDER_FILE = "expert_order.json"
 """In a reordered checkpoint: the former expert of every place."""
@@ -30,6 +32,52 @@ ORDER_FILE = "expert_order.json"
 Progress = Callable[[int, int, str], None]
 
 _EXPERT_NUMBER = re.compile(r"experts\.(expert_)?\d")
+
+
+def wanted_maps(checkpoint: Checkpoint, plan: Plan) -> list[ExpertMap]:
+    """The map of every layer with experts, from a plan's placements.
+
+    Raises:
+        ValueError: if the plan has no placement, is for another model, or one of its placements
+            can't be had by ordering experts.
+
+    >>> from paceline.checkpoint.folder import open_checkpoint
+    >>> from paceline.demo.assets import MODEL_FOLDER
+    >>> len(wanted_maps(open_checkpoint(MODEL_FOLDER), Plan(placements=(8,))))
+    4
+    """
+    layers = checkpoint.layers()
+    if not plan.placements:
+        raise ValueError("the plan has no placements: there is nothing to reorder.")
+    for said, count in (("layers", plan.layers), ("placements", len(plan.placements))):
+        if count not in (None, len(layers)) and (said == "layers" or count != 1):
+            raise ValueError(
+                f"the plan is for {count} layers, the checkpoint has {len(layers)} layers with "
+                "experts."
+            )
+    maps = []
+    for index, layer in enumerate(layers):
+        placement = plan.placement_of(index, layer.num_experts)
+        if placement is None or placement.num_experts != layer.num_experts:
+            raise ValueError(
+                f"the plan places {placement and placement.num_experts} experts in {layer.name}, "
+                f"which has {layer.num_experts}."
+            )
+        maps.append(ExpertMap.of_placement(placement))
+    return maps
+
+
+def reordered_plan(plan: Plan, maps: Sequence[ExpertMap]) -> Plan:
+    """The plan for the reordered checkpoint: experts lie on the devices in order.
+
+    A calibration is of the original's experts, and left out.
+
+    >>> reordered_plan(Plan(placements=(2,)), [ExpertMap((1, 0), 2, 2)]).placements
+    (2,)
+    """
+    devices = tuple(dict.fromkeys(layer.num_devices for layer in maps))
+    placements = devices if len(devices) == 1 else tuple(layer.num_devices for layer in maps)
+    return replace(plan, placements=placements, calibration=None)
 
 
 def reorder(
