@@ -7,6 +7,7 @@ from importlib.metadata import version as installed_version
 import typer
 
 from paceline.cli.bench import bench
+from paceline.cli.calibrate_hardware import calibrate_hardware
 from paceline.cli.demo import demo
 from paceline.cli.loads import loads
 from paceline.cli.reorder import reorder
@@ -23,6 +24,7 @@ app.command()(demo)
 app.add_typer(bench)
 app.command()(loads)
 app.command()(reorder)
+app.command()(calibrate_hardware)
 
 
 @app.command()
