@@ -67,8 +67,8 @@ def test_a_difference_removes_the_folder(tmp_path: Path, monkeypatch: pytest.Mon
     ("plan", "said"),
     [
         (Plan(), "no placements"),
-        (Plan(placements=(ROUND,), layers=3), "for 3 layers"),
-        (Plan(placements=(ROUND, ROUND)), "for 2 layers"),
+        (Plan(placements=(ROUND,), layers=3), "for 3 MoE layers"),
+        (Plan(placements=(ROUND, ROUND)), "for 2 MoE layers"),
         (Plan(placements=(ExpertPlacement.explicit([0, 1] * 8),)), "places 16 experts"),
         (Plan(placements=(ExpertPlacement.explicit([0] * 31 + [1]),)), "by ordering experts"),
     ],

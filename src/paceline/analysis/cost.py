@@ -187,17 +187,15 @@ def device_seconds(rows: ArrayLike, shape: LayerShape, hardware: Hardware) -> Lo
     >>> from paceline.analysis.hardware import PRESETS
     >>> one = device_seconds([[1.0]], LayerShape(4096, 14336, 8, 2), PRESETS["h100"])
     >>> many = device_seconds([[32.0]], LayerShape(4096, 14336, 8, 2), PRESETS["h100"])
-    >>> round(float(many[0] / one[0]), 2)  # reading the weights is nearly all
-    1.06
+    >>> float(many[0] / one[0]) < 1.1  # reading the weights is nearly all
+    True
     """
     each = np.asarray(rows, dtype=np.float64)
     active = each > 0
     padded = padded_rows(each, hardware.tile)
     flops = hardware.reachable(shape.precision)
     seconds = (active.sum(1) > 0) * hardware.launch
-    seconds = seconds + active.sum(1) * (
-        hardware.per_expert + shape.expert_bytes / hardware.memory
-    )
+    seconds = seconds + active.sum(1) * (hardware.per_expert + shape.expert_bytes / hardware.memory)
     seconds = seconds + padded.sum(1) * shape.row_flops / flops
     if hardware.slow_rows and hardware.slow_flops:
         slow = np.minimum(padded, hardware.slow_rows).sum(1) * shape.row_flops

@@ -1,11 +1,11 @@
 """What a device can do, as far as the cost of a MoE layer depends on it: presets, and a file form.
 
-Figures of presets and where they are from: peak dense FLOP/s, memory and links are the makers';
-reachable bfloat16 FLOP/s (of large matrix products) are those measured in stas00/ml-engineering
-(744d01e), peaks also in pytorch/torchtitan (b5bcd76); the H20's are of the press, since its maker
-publishes none. Where no reachable figure was measured 0.8 of the peak is taken, as on H100. Links:
-one way, a device, within a machine; between machines 400 Gbit/s a device. Latency of an exchange and
-the share of a link that it reaches are DeepEP's on H800 (its README).
+Where the presets' figures are from: peak dense FLOP/s, memory and links are the makers'; reachable
+bfloat16 FLOP/s (of large matrix products) are those measured in stas00/ml-engineering (744d01e),
+peaks also in pytorch/torchtitan (b5bcd76); the H20's are of the press, since its maker publishes
+none. Where no reachable figure was measured 0.8 of the peak is taken, as on H100. Links: one way, a
+device, within a machine; between machines 400 Gbit/s a device. The latency of an exchange and the
+share of a network link that it reaches are DeepEP's on H800 (its README).
 """
 
 from __future__ import annotations

@@ -96,11 +96,9 @@ def deep_ep() -> list[Distance]:
         out.append(
             Distance("DeepEP normal, H800", f"{name}, EP8", "GB/s", gigabytes, H800.link / 1e9)
         )
-    for devices, gigabytes in ((16, 43), (32, 57.5), (64, 50.5)):
+    for devices, network in ((16, 43.0), (32, 57.5), (64, 50.5)):
         out.append(
-            Distance(
-                "DeepEP normal, H800", f"EP{devices}", "GB/s", gigabytes, H800.network / 1e9
-            )
+            Distance("DeepEP normal, H800", f"EP{devices}", "GB/s", network, H800.network / 1e9)
         )
     return out
 

@@ -174,9 +174,7 @@ def fit(
 
 
 def _errors(hardware: Hardware, timings: Sequence[Timing]) -> list[float]:
-    return [
-        float(device_seconds([t.rows], t.shape, hardware)[0]) / t.seconds - 1 for t in timings
-    ]
+    return [float(device_seconds([t.rows], t.shape, hardware)[0]) / t.seconds - 1 for t in timings]
 
 
 def _fit(

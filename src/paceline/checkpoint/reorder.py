@@ -24,6 +24,7 @@ from torch import Tensor
 from paceline.analysis.expert_map import ExpertMap
 from paceline.checkpoint.expert_tensors import ExpertLayer, Kind, renamed
 from paceline.checkpoint.folder import Checkpoint
+from paceline.placement import ExpertPlacement
 from paceline.plan import Plan
 
 ORDER_FILE = "expert_order.json"
@@ -49,15 +50,12 @@ def wanted_maps(checkpoint: Checkpoint, plan: Plan) -> list[ExpertMap]:
     layers = checkpoint.layers()
     if not plan.placements:
         raise ValueError("the plan has no placements: there is nothing to reorder.")
-    for said, count in (("layers", plan.layers), ("placements", len(plan.placements))):
-        if count not in (None, len(layers)) and (said == "layers" or count != 1):
-            raise ValueError(
-                f"the plan is for {count} layers, the checkpoint has {len(layers)} layers with "
-                "experts."
-            )
+    plan.check_layers(len(layers))
     maps = []
     for index, layer in enumerate(layers):
-        placement = plan.placement_of(index, layer.num_experts)
+        placement = plan.placement_of(index)
+        if isinstance(placement, int):
+            placement = ExpertPlacement.contiguous(layer.num_experts, placement)
         if placement is None or placement.num_experts != layer.num_experts:
             raise ValueError(
                 f"the plan places {placement and placement.num_experts} experts in {layer.name}, "

@@ -10,6 +10,7 @@ from paceline.cli.bench import bench
 from paceline.cli.calibrate_hardware import calibrate_hardware
 from paceline.cli.demo import demo
 from paceline.cli.loads import loads
+from paceline.cli.place import place
 from paceline.cli.reorder import reorder
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app = typer.Typer(
 app.command()(demo)
 app.add_typer(bench)
 app.command()(loads)
+app.command()(place)
 app.command()(reorder)
 app.command()(calibrate_hardware)
 

@@ -1,4 +1,4 @@
-"""`paceline calibrate-hardware`: fit the cost model to this machine, or say how good presets are."""
+"""`paceline calibrate-hardware`: fit the cost model to this machine, or judge the presets."""
 
 from __future__ import annotations
 
@@ -130,9 +130,7 @@ def _show_measured(result: Mapping[str, Any], out: Path | None) -> None:
         f"{hardware['memory'] / 1e9:.1f} GB/s of weights, {hardware['per_expert'] * 1e6:.0f} us an "
         "expert."
     )
-    table = Table(
-        title="Layers that took no part in the fit", title_justify="left", box=box.SIMPLE
-    )
+    table = Table(title="Layers that took no part in the fit", title_justify="left", box=box.SIMPLE)
     for name in ("hidden x size", "rows an expert", "measured ms", "model's error"):
         table.add_column(name, justify="right")
     for case in result["held_out"]:
