@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import combinations, permutations
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -178,11 +177,9 @@ def test_loads_that_cannot_be(loads: list[object]) -> None:
 
 @pytest.mark.parametrize("name", RECORDED)
 @pytest.mark.parametrize("tokens", [64, 256, 1024])
-def test_beats_greedy_and_eplb_on_traffic_not_seen(
-    name: str, tokens: int, traces_dir: Path
-) -> None:
+def test_beats_greedy_and_eplb_on_traffic_not_seen(name: str, tokens: int) -> None:
     """Fitted on the first half of recorded routing, judged on the second, 8 devices."""
-    ids, experts = recorded(traces_dir, name)
+    ids, experts = recorded(name)
     half = ids.shape[1] // 2 // 1024 * 1024
     fit, judge = (
         piece_loads(ids[:, :half], experts, 64),
