@@ -456,6 +456,16 @@ TORCH_FILES: list[tuple[Any, str]] = [
         },
         "expected is [1, 2]",
     ),
+    (
+        {
+            "records": [
+                {"forward_pass_id": i, "global_physical_count": torch.ones(1, i).int()}
+                for i in (2, 3)
+            ],
+            "last_physical_to_logical_map": torch.zeros(1, 3).long(),
+        },
+        "differ in layers or slots",
+    ),
     # terabytes by strides alone
     ({"logical_count": torch.zeros(1).int().expand(10**4, 10**4, 64)}, "over 1 values"),
 ]  # fmt: skip

@@ -122,8 +122,8 @@ def _per_pass(loaded: list[dict[str, Any]], where: str, asked: Asked) -> Trace:
             if type(number) is not int:
                 raise TraceError(f"{where}: forward_pass_id={shown(number)} is no whole number.")
             ranks.add(record.get("rank"))
-            if number in total and total[number].shape != counts.shape:
-                raise TraceError(f"{where}: ranks have other shapes in pass {number}.")
+            if any(other.shape != counts.shape for other in total.values()):
+                raise TraceError(f"{where}: passes or ranks differ in layers or slots.")
             total[number] = total.get(number, 0) + counts
     physical = np.stack([total[number] for number in sorted(total)])
     slots = _map(loaded, physical.shape[1:], where)
