@@ -89,12 +89,14 @@ class LayerCost:
 
     Attributes:
         seconds: stage -> [batches] seconds; `STAGES` in turn make the layer.
+        balanced: [batches] seconds of the layer if all devices had the mean's work: the ceiling.
         busiest_bytes: [batches] bytes that the device receiving most gets in a dispatch.
         bytes: [batches] bytes sent by all devices in dispatch and combine.
         active: [batches, devices] experts that get rows.
     """
 
     seconds: dict[str, Loads]
+    balanced: Loads
     busiest_bytes: Loads
     bytes: Loads
     active: NDArray[np.int64]
@@ -168,17 +170,23 @@ def layer_cost(
         [(slot_rows[:, device_of == d] > 0).sum(1) for d in range(layer.num_devices)], axis=1
     )
     away = (layer.num_devices - 1) / layer.num_devices  # a token's own device needs no exchange
-    busiest = arriving.max(1) * away
-    seconds = {
-        "gate": gate_seconds(count / layer.num_devices, shape, hardware),
-        "dispatch": exchange_seconds(busiest * shape.token_bytes, layer.num_devices, hardware),
-        "experts": experts.max(1),
-        "combine": exchange_seconds(
-            busiest * shape.hidden * shape.combine_width, layer.num_devices, hardware
-        ),
-    }
-    sent = arriving.sum(1) * away * (shape.token_bytes + shape.hidden * shape.combine_width)
-    return LayerCost(seconds, busiest * shape.token_bytes, sent, active)
+    widths = {"dispatch": shape.token_bytes, "combine": shape.hidden * shape.combine_width}
+    gate = gate_seconds(count / layer.num_devices, shape, hardware)
+
+    def stages(received: Loads, computing: Loads) -> dict[str, Loads]:
+        exchanged = {
+            name: exchange_seconds(received * away * width, layer.num_devices, hardware)
+            for name, width in widths.items()
+        }
+        return {"gate": gate, "experts": computing, **exchanged}
+
+    return LayerCost(
+        seconds=stages(arriving.max(1), experts.max(1)),
+        balanced=np.asarray(sum(stages(arriving.mean(1), experts.mean(1)).values())),
+        busiest_bytes=arriving.max(1) * away * shape.token_bytes,
+        bytes=arriving.sum(1) * away * sum(widths.values()),
+        active=active,
+    )
 
 
 def device_seconds(rows: ArrayLike, shape: LayerShape, hardware: Hardware) -> Loads:

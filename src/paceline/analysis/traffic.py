@@ -118,6 +118,27 @@ def batch_loads(trace: Trace, part: Part) -> Iterator[tuple[list[Loads], Loads]]
         yield loads, tokens.max(1)
 
 
+def spread_over(part: Part, at_most: int) -> list[int]:
+    """Numbers of at most so many batches of a part, evenly spaced.
+
+    >>> spread_over(Part(10, 20), at_most=3)
+    [10, 13, 16]
+    """
+    count = part.end - part.first
+    kept = min(count, at_most)
+    return [part.first + i * count // kept for i in range(kept)]
+
+
+def picked(trace: Trace, numbers: list[int]) -> Trace:
+    """Only some batches of a trace of choices, by ascending number.
+
+    >>> from paceline.traces import sample
+    >>> count_batches(picked(sample("gpt_oss_20b_decode"), [0, 5, 63]))
+    3
+    """
+    return Trace(trace.header, _Picked(trace.chunks, numbers), trace.where)
+
+
 def _counts(trace: Trace) -> Iterator[Loads]:
     """Tables [batches, layers, experts] of a chunk's batches; shares as they are."""
     for table in load_tables(trace):
@@ -141,6 +162,27 @@ class _Cut:
             start += chunk.batches
             if first < end:
                 yield _cut(chunk, first, end)
+
+
+class _Picked:
+    """Chunks with some batches each."""
+
+    def __init__(self, chunks: Chunks, numbers: list[int]) -> None:
+        self._chunks, self._numbers = chunks, numbers
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        start = 0
+        for chunk in self._chunks:
+            mine = [n - start for n in self._numbers if start <= n < start + chunk.batches]
+            start += chunk.batches
+            if mine:
+                edges = chunk.starts.tolist()
+                rows = [torch.arange(edges[n], edges[n + 1]) for n in mine]
+                lengths = torch.tensor([0, *(len(part) for part in rows)])
+                yield chunk.take(torch.cat(rows), lengths.cumsum(0))
 
 
 def _cut(chunk: Chunk, first: int, end: int) -> Chunk:

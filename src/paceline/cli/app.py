@@ -11,6 +11,7 @@ from paceline.cli.calibrate_hardware import calibrate_hardware
 from paceline.cli.demo import demo
 from paceline.cli.loads import loads
 from paceline.cli.place import place
+from paceline.cli.plan import plan
 from paceline.cli.reorder import reorder
 
 app = typer.Typer(
@@ -25,6 +26,7 @@ app.command()(demo)
 app.add_typer(bench)
 app.command()(loads)
 app.command()(place)
+app.command()(plan)
 app.command()(reorder)
 app.command()(calibrate_hardware)
 
