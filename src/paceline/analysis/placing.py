@@ -19,7 +19,7 @@ from paceline.analysis.eplb import eplb_map
 from paceline.analysis.expert_map import ExpertMap, Loads
 from paceline.analysis.placement_search import Shape, greedy_map, search_map
 from paceline.analysis.traffic import Part, batch_loads, batches_of, count_batches, pieces_of
-from paceline.routing.stats import straggler_loss
+from paceline.balance import straggler_loss
 from paceline.traces import Trace
 
 Maps = list[ExpertMap]

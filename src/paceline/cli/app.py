@@ -13,6 +13,8 @@ from paceline.cli.loads import loads
 from paceline.cli.place import place
 from paceline.cli.plan import plan
 from paceline.cli.reorder import reorder
+from paceline.cli.record import record
+from paceline.cli.simulate import simulate
 
 app = typer.Typer(
     name="paceline",
@@ -29,6 +31,8 @@ app.command()(place)
 app.command()(plan)
 app.command()(reorder)
 app.command()(calibrate_hardware)
+app.command()(record)
+app.command()(simulate)
 
 
 @app.command()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.errors import guarded
+from paceline.cli.trace_options import Experts, K, Layers, ModelConfig, TraceName, WorldSize
 
 if TYPE_CHECKING:
     from paceline.analysis.expert_map import ExpertMap
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 @guarded
 def place(
-    trace: Annotated[str, typer.Argument(help="Trace of any known format, or sample:NAME.")],
+    trace: TraceName,
     devices: Annotated[int, typer.Option(help="Devices that share the experts.")] = 8,
     judge: Annotated[
         str | None, typer.Option(help="Another trace of the same model, to judge on as well.")
@@ -42,15 +43,14 @@ def place(
             help="Folder to write the maps to in the forms of vLLM, SGLang, TensorRT-LLM."
         ),
     ] = None,
-    model_config: Annotated[
-        Path | None, typer.Option(help="The model's config.json, or its folder.")
-    ] = None,
+    model_config: ModelConfig = None,
     precision: Annotated[
         str | None, typer.Option(help="Of the weights: bf16, fp8 or fp4. Default: the config's.")
     ] = None,
-    experts: Annotated[int | None, typer.Option(help="Experts a layer, if not told.")] = None,
-    k: Annotated[int | None, typer.Option(help="Experts a token, if not told.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Hidden layers, if not told.")] = None,
+    experts: Experts = None,
+    k: K = None,
+    layers: Layers = None,
+    world_size: WorldSize = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
 ) -> None:
     """Search the placement whose busiest device has the fewest rows, batch after batch.
@@ -66,24 +66,30 @@ def place(
       paceline place trace/ --judge other-trace/ --devices 8 --replicas 8 --model-config model/
     """
     from paceline.analysis.hardware import BYTES
-    from paceline.analysis.model_config import expert_groups, layer_shape
+    from paceline.analysis.model_config import expert_groups, hidden_layers, layer_shape
     from paceline.analysis.placing import Wanted
     from paceline.analysis.placing import place as search
     from paceline.cli.progress import progress
-    from paceline.traces import Asked, open_trace
+    from paceline.cli.trace_options import read_trace
 
     for name, folder in (("--out", out and out.parent), ("--maps", maps and maps.parent)):
         if folder is not None and not folder.absolute().is_dir():
             raise ValueError(f"{name}: there is no folder {folder}")
     if precision is not None and precision not in BYTES:
         raise ValueError(f"--precision must be one of {', '.join(BYTES)}, got {precision}")
-    asked = Asked(experts=experts, k=k, layers=layers)
     if model_config is not None:
-        asked = asked.with_config(model_config)
         groups = expert_groups(model_config) if groups is None else groups
+        layers = hidden_layers(model_config) if layers is None else layers
     wanted = Wanted(devices, replicas, 1 if groups is None else groups, nodes)
-    read = open_trace(trace, asked)
-    other = None if judge is None else open_trace(judge, asked)
+    said = {
+        "experts": experts,
+        "k": k,
+        "layers": layers,
+        "model_config": model_config,
+        "world_size": world_size,
+    }
+    read = read_trace(trace, **said)
+    other = None if judge is None else read_trace(judge, **said)
     with progress() as tell:
         found, result = search(read, wanted, other, batch_tokens, tell)
     result["replica_gb_a_device"] = None
@@ -96,7 +102,7 @@ def place(
     result["plan"] = None if out is None else str(out)
     if out is not None:
         _plan(found, read).save(out)
-    result["maps"] = [] if maps is None else _write_maps(found, read, asked.layers, maps)
+    result["maps"] = [] if maps is None else _write_maps(found, read, layers, maps)
     if json:
         from paceline.reporting.files import to_json
 

@@ -9,11 +9,12 @@ from typing import Annotated, Any
 import typer
 
 from paceline.cli.errors import guarded
+from paceline.cli.trace_options import TraceName
 
 
 @guarded
 def plan(
-    trace: Annotated[str, typer.Argument(help="Trace of choices, or sample:NAME.")],
+    trace: TraceName,
     model_config: Annotated[Path, typer.Option(help="The model's config.json, or its folder.")],
     devices: Annotated[int, typer.Option(help="Devices that share the experts.")] = 8,
     hardware: Annotated[
@@ -61,7 +62,7 @@ def plan(
     from paceline.analysis.placing import Wanted
     from paceline.analysis.planner import Goal, make_plan
     from paceline.cli.progress import progress
-    from paceline.traces import Asked, open_trace
+    from paceline.cli.trace_options import read_trace
 
     if out is not None and not out.absolute().parent.is_dir():
         raise ValueError(f"--out {out}: there is no folder {out.parent}")
@@ -70,7 +71,6 @@ def plan(
     if link is not None and not link > 0:
         raise ValueError(f"--link must be above 0, got {link}")
     device = linked(hardware_of(hardware), None if link is None else link * 1e9, None)
-    asked = Asked().with_config(model_config)
     goal = Goal(
         Wanted(devices, replicas, expert_groups(model_config) if groups is None else groups, nodes),
         layer_shape(model_config, precision),
@@ -79,8 +79,8 @@ def plan(
         _share("--min-gain", min_gain),
         pool,
     )
-    read = open_trace(trace, asked)
-    other = None if judge is None else open_trace(judge, asked)
+    read = read_trace(trace, model_config=model_config)
+    other = None if judge is None else read_trace(judge, model_config=model_config)
     with progress() as tell:
         found, result = make_plan(read, goal, other, batch_tokens, tell)
     result["plan"] = None if out is None else str(out)

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from paceline.balance import straggler_loss
 from paceline.placement import ExpertPlacement
-from paceline.routing.stats import straggler_loss
 from paceline.traces.rows import Without, repeats, without
 from paceline.traces.tables import Group, LoadTable, load_tables
 from paceline.traces.trace import Trace

@@ -58,6 +58,10 @@ def read_trace(folder: Path) -> Trace:
     for number in range(wanted):
         if not (folder / chunk_name(number)).is_file():
             raise TraceError(f"{folder} lacks {chunk_name(number)}: allowed is every one in turn.")
+    if header.per_token and header.k is None and not wanted:
+        raise TraceError(f"{folder} holds nothing yet: recording ended before the first chunk.")
+    if header.per_token and header.k is None:
+        raise TraceError(f"{folder}/trace.json: layers.k is missing: expected is a number.")
     if header.chunks is None:
         note = "recording was cut off: what had not been written yet is missing"
         header = header.model_copy(update={"notes": (*header.notes, note)})

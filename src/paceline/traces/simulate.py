@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from paceline.balance import straggler_loss
 from paceline.plan import Plan
-from paceline.routing.stats import straggler_loss
 from paceline.traces.tally import Given, Tally, Watch, gate_mass_lost, spread
 from paceline.traces.trace import Trace
 
@@ -117,7 +117,7 @@ def _result(tallies: Sequence[Tally]) -> dict[str, Any]:
     means = np.concatenate([np.frombuffer(tally.means, np.float32) for tally in tallies])
     peaks = np.concatenate([np.frombuffer(tally.peaks, np.float32) for tally in tallies])
     before, after = peaks.reshape(-1, 2).T
-    total = float(np.sum(means, dtype=np.float64))
+    total = sum(tally.assignments / tally.placement.num_devices for tally in tallies)
     rows_before = sum(tally.busiest_before for tally in tallies)
     rows_after = sum(tally.busiest_after for tally in tallies)
     alike = len({tally.policy for tally in tallies}) == 1

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from paceline.balance import straggler_loss
+from paceline.engines.settings import read_placement
 from paceline.placement import ExpertPlacement
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
@@ -18,7 +20,6 @@ from paceline.routing.budget import places_on_host, units_of
 from paceline.routing.candidates import topk_candidates
 from paceline.routing.capacity import tokens_needed
 from paceline.routing.route import check_binding
-from paceline.routing.stats import straggler_loss
 from paceline.traces.trace import Trace
 
 Array = npt.NDArray[Any]
@@ -96,7 +97,7 @@ class Tally:
         described = trace.header.layers[layer]
         try:
             policy = plan.policy_of(layer) or UNCAPPED
-            placement = plan.placement_of(layer, described.experts)
+            placement = read_placement(plan.placement_of(layer), described.experts, described.name)
             if placement is None:
                 placement = ExpertPlacement.per_expert(described.experts)
             return cls(name, described.name, policy, placement, described.k or 1)
@@ -134,7 +135,8 @@ class Tally:
         self.assignments += assignments
         self.lost_tokens += lost
         self.loads_after += after
-        self.too_small += self.policy.caps and given.tokens < self._few
+        by_batch = self.policy.caps and self.policy.pool != "request"
+        self.too_small += by_batch and given.tokens < self._few
         self.weighed &= given.mass is not None
         self.mass += whole
         self.mass_kept += kept_mass
@@ -169,15 +171,15 @@ class Tally:
         """Sums, and figures over batches, as JSON-able values."""
         means = np.frombuffer(self.means, np.float32)
         before, after = np.frombuffer(self.peaks, np.float32).reshape(-1, 2).T
-        total = float(np.sum(means, dtype=np.float64))
+        total = self.assignments / self.placement.num_devices
         return {
-            "layer": self.layer,
+            "name": self.layer,
             "tokens": self.tokens,
             "assignments": self.assignments,
             "dropped": self.dropped,
             "extras": self.extras,
             "dropped_share": self.dropped / max(1, self.assignments),
-            "gategate_mass_lost": gate_mass_lost([self]),
+            "gate_mass_lost": gate_mass_lost([self]),
             "lost_tokens": self.lost_tokens,
             "batches_below_min_expert_load": self.too_small,
             "expert_loads_after": self.loads_after.tolist(),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
 
 from paceline.traces.chunk import Chunk
-from paceline.traces.format import CHUNK_KEY, HEADER, Header, TraceError, chunk_name
+from paceline.traces.format import CHUNK_KEY, HEADER, Header, Layer, TraceError, chunk_name
 from paceline.traces.trace import Trace
 
 
@@ -57,6 +57,11 @@ class TraceWriter:
         metadata = {CHUNK_KEY: self.header.identity, "chunk": str(self.chunks)}
         self._put(chunk_name(self.chunks), lambda path: save_file(tensors, path, metadata))
         self.chunks += 1
+
+    def describe(self, layers: Sequence[Layer]) -> None:
+        """Say more of the layers than was known at first."""
+        self.header = self.header.model_copy(update={"layers": tuple(layers)})
+        self._write_header()
 
     def finish(self) -> None:
         """Say in the header that nothing follows."""
