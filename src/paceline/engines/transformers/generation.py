@@ -42,8 +42,11 @@ class Generation:
 class Owner(Protocol):
     """What a model's stand-ins share."""
 
-    here: Any  # `generation` of the calling thread, among others
     switch: Switch
+
+    @property
+    def here(self) -> Any:
+        """What is running in the calling thread, its `generation` among it."""
 
     def prompt_alone(self) -> bool:
         """Whether a prompt must be processed alone, without guessed tokens behind it."""

@@ -21,6 +21,7 @@ from paceline.engines.transformers.modules import (
     LayerModules,
     spread_over_ranks,
 )
+from paceline.text import shortened
 
 PROBE_ROWS = 64
 
@@ -264,5 +265,4 @@ def _flat(t: Tensor) -> Tensor:
 
 
 def _short(error: Exception) -> str:
-    text = f"{type(error).__name__}: {error}".split("\n")[0]
-    return text if len(text) <= 160 else text[:157] + "..."
+    return shortened(f"{type(error).__name__}: {error}".split("\n")[0], 160)
