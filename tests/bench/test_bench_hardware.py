@@ -90,7 +90,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "FIT_SIZES", ((64, 32), (96, 48)))
     monkeypatch.setattr(bench, "HELD_OUT_SIZES", ((80, 40),))
     monkeypatch.setattr("torch.set_num_threads", lambda count: None)
-    monkeypatch.setattr("paceline.analysis.emulate.keep_freed_memory", lambda: True)
+    monkeypatch.setattr("paceline.bench.machine.keep_freed_memory", lambda: True)
     out = tmp_path / "here.json"
     arguments = ["calibrate-hardware", "--out", str(out), "--rounds", "1", "--link", "2"]
     ran = CliRunner().invoke(app, [*arguments, "--json"])

@@ -12,8 +12,8 @@ from paceline.cli.demo import demo
 from paceline.cli.loads import loads
 from paceline.cli.place import place
 from paceline.cli.plan import plan
-from paceline.cli.reorder import reorder
 from paceline.cli.record import record
+from paceline.cli.reorder import reorder
 from paceline.cli.simulate import simulate
 
 app = typer.Typer(

@@ -81,17 +81,20 @@ def place(
         groups = expert_groups(model_config) if groups is None else groups
         layers = hidden_layers(model_config) if layers is None else layers
     wanted = Wanted(devices, replicas, 1 if groups is None else groups, nodes)
-    said = {
-        "experts": experts,
-        "k": k,
-        "layers": layers,
-        "model_config": model_config,
-        "world_size": world_size,
-    }
-    read = read_trace(trace, **said)
-    other = None if judge is None else read_trace(judge, **said)
+
+    def read(name: str) -> Trace:
+        return read_trace(
+            name,
+            experts=experts,
+            k=k,
+            layers=layers,
+            model_config=model_config,
+            world_size=world_size,
+        )
+
+    given, other = read(trace), None if judge is None else read(judge)
     with progress() as tell:
-        found, result = search(read, wanted, other, batch_tokens, tell)
+        found, result = search(given, wanted, other, batch_tokens, tell)
     result["replica_gb_a_device"] = None
     if replicas and model_config is not None:
         from paceline.analysis.expert_map import replica_bytes
@@ -101,8 +104,8 @@ def place(
         result["replica_gb_a_device"] = cost / 1e9
     result["plan"] = None if out is None else str(out)
     if out is not None:
-        _plan(found, read).save(out)
-    result["maps"] = [] if maps is None else _write_maps(found, read, layers, maps)
+        _plan(found, given).save(out)
+    result["maps"] = [] if maps is None else _write_maps(found, given, layers, maps)
     if json:
         from paceline.reporting.files import to_json
 
