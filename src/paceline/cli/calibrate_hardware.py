@@ -84,9 +84,9 @@ def _measured(out: Path | None, link: float | None, rounds: int, threads: int) -
 
     import torch
 
-    from paceline.bench.machine import keep_freed_memory
     from paceline.analysis.hardware import save_hardware
     from paceline.bench.hardware import FIT_SIZES, HELD_OUT_SIZES, fit, measure
+    from paceline.bench.machine import keep_freed_memory
     from paceline.cli.progress import progress
     from paceline.reporting.environment import environment
 
