@@ -30,7 +30,7 @@ app.command()(loads)
 app.command()(place)
 app.command()(plan)
 app.command()(reorder)
-app.command()(calibrate_hardware)
+app.command("calibrate-hardware")(calibrate_hardware)
 app.command()(record)
 app.command()(simulate)
 
