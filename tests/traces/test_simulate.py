@@ -94,11 +94,23 @@ def test_what_is_simulated_is_what_route_and_the_oracle_do(case: tuple[Trace, Pl
             assert got.kept.tolist() == routed.kept.tolist() == expected.kept
             assert got.capacity.tolist() == expected.capacity
             wanted.append(expected)
-        assert_sums(result["layers"][layer], wanted, placement)
+        nothing = 0
+        for x in of_layer:
+            real = (x.topk_ids < placement.num_experts).any(1)
+            real = real if x.valid is None else real & x.valid
+            nothing += int((~real).sum())
+        enforced = policy.mode == "enforce"
+        assert_sums(result["layers"][layer], wanted, placement, enforced, nothing)
 
 
-def assert_sums(got: dict[str, Any], wanted: list[Expected], placement: ExpertPlacement) -> None:
-    """The figures of a layer, from what the oracle says of its batches."""
+def assert_sums(
+    got: dict[str, Any], wanted: list[Expected], placement: ExpertPlacement, enforced: bool,
+    nothing: int,
+) -> None:  # fmt: skip
+    """The figures of a layer, from what the oracle says of its batches.
+
+    `enforced`: not in shadow. `nothing`: rows that have no assignment to lose.
+    """
     hosts = placement.expert_to_device
 
     def busiest(loads: list[int]) -> int:
@@ -111,6 +123,12 @@ def assert_sums(got: dict[str, Any], wanted: list[Expected], placement: ExpertPl
     assert got["assignments"] == sum(assignments)
     assert got["dropped"] == sum(e.dropped for e in wanted)
     assert got["extras"] == sum(e.extras for e in wanted)
+    E = placement.num_experts
+    lost = 0
+    for said in wanted:  # in shadow, what is kept shows in the loads alone
+        lost += sum(all(i == E for i in row) for row in said.topk_ids)
+    if enforced:
+        assert got["lost_tokens"] == lost - nothing
     assert got["expert_loads_after"] == np.sum(
         [e.expert_loads_after for e in wanted], axis=0
     ).tolist()  # fmt: skip
@@ -144,6 +162,19 @@ def test_gate_mass_lost_is_that_of_the_assignments(case: tuple[Trace, Plan]) -> 
     whole, kept = np.sum(masses, axis=0)
     lost = result["plans"]["it"]["overall"]["gate_mass_lost"]
     assert math.isclose(lost, 1 - kept / whole if whole > 0 else 0.0, abs_tol=1e-9)
+
+
+def test_a_batch_just_large_enough_is_capped() -> None:
+    """64 sequences x 4 / 32 experts is a mean of 8 exactly."""
+    trace = sample("gpt_oss_20b_decode")
+    dropped = {}
+    for enough in (8, 8.01):
+        policy = CapacityPolicy(capacity_factor=1.0, min_expert_load=enough)
+        overall = simulate(trace, {"it": Plan((policy,), (8,))})["plans"]["it"]["overall"]
+        dropped[enough] = overall["dropped"], overall["batches_below_min_expert_load"]
+    assert dropped[8][0] > 0
+    assert dropped[8][1] == 0
+    assert dropped[8.01] == (0, 64 * 6)
 
 
 def test_several_plans_and_layers_of_their_own() -> None:

@@ -107,9 +107,16 @@ class Chunk:
             batch: index in this chunk.
             step: number of the batch in the trace, for keep="random".
         """
+        start, end = self.starts[batch : batch + 2].tolist()
+        return self.inputs_of_rows(header, layer, start, end, step)
+
+    def inputs_of_rows(
+        self, header: Header, layer: int, start: int, end: int, step: int = 0
+    ) -> RoutingInputs:
+        """What a layer got in the token rows `start` to `end`; see `inputs`."""
         if self.ids is None:
             raise ValueError(f"a trace of {header.content} doesn't say what each token chose.")
-        described, start, end = header.layers[layer], *self.starts[batch : batch + 2].tolist()
+        described = header.layers[layer]
         k = described.k or self.ids.shape[2]
 
         def chosen(tensor: Tensor | None, width: int) -> Tensor | None:

@@ -15,10 +15,13 @@ import numpy as np
 
 from paceline.balance import straggler_loss
 from paceline.plan import Plan
-from paceline.traces.tally import Given, Tally, Watch, gate_mass_lost, spread
+from paceline.routing import Assignment
+from paceline.traces.tally import Given, Tally, gate_mass_lost, spread
 from paceline.traces.trace import Trace
 
 Progress = Callable[[int, int, str], None]
+Watch = Callable[[str, int, int, Assignment], None]
+"""Told the plan's name, the layer, the number of the batch and what was decided."""
 
 SCHEMA = "paceline-simulate/1"
 AXES = {
@@ -74,17 +77,15 @@ def simulate(
             [layer.experts for layer in header.layers], [layer.k or 1 for layer in header.layers]
         )
     tallies = {
-        name: [Tally.of(trace, plan, name, layer) for layer in range(len(header.layers))]
+        name: [Tally.of(layer, index, plan, name) for index, layer in enumerate(header.layers)]
         for name, plan in plans.items()
     }
     step = 0
     for number, chunk in enumerate(trace.chunks):
         for layer in range(len(header.layers)):
-            for batch in range(chunk.batches):
-                inputs = chunk.inputs(header, layer, batch, step + batch)
-                given = Given.of(inputs, chunk.weights is not None or chunk.scores is not None)
-                for tally in tallies.values():
-                    tally[layer].add(given, step + batch, watch, layer)
+            given = Given.of(header, chunk, layer, step)
+            for name, of_layers in tallies.items():
+                of_layers[layer].add(given, _teller(watch, name, layer, step))
             if progress is not None:
                 done = number * len(header.layers) + layer + 1
                 total = max(done, len(trace.chunks) * len(header.layers))
@@ -109,14 +110,23 @@ def simulate(
     }
 
 
+def _teller(
+    watch: Watch | None, name: str, layer: int, first: int
+) -> Callable[[int, Assignment], None] | None:
+    """`watch` for one plan, layer and chunk."""
+    if watch is None:
+        return None
+    return lambda batch, assignment: watch(name, layer, first + batch, assignment)
+
+
 def _result(tallies: Sequence[Tally]) -> dict[str, Any]:
     """A plan's layers, and all of them together."""
     first = tallies[0]
     assignments = sum(tally.assignments for tally in tallies)
     dropped = sum(tally.dropped for tally in tallies)
     means = np.concatenate([np.frombuffer(tally.means, np.float32) for tally in tallies])
-    peaks = np.concatenate([np.frombuffer(tally.peaks, np.float32) for tally in tallies])
-    before, after = peaks.reshape(-1, 2).T
+    before = np.concatenate([np.frombuffer(tally.before, np.float32) for tally in tallies])
+    after = np.concatenate([np.frombuffer(tally.after, np.float32) for tally in tallies])
     total = sum(tally.assignments / tally.placement.num_devices for tally in tallies)
     rows_before = sum(tally.busiest_before for tally in tallies)
     rows_after = sum(tally.busiest_after for tally in tallies)
