@@ -50,7 +50,7 @@ PAPER: tuple[tuple[str, LayerShape, int, float, float], ...] = (
     ("Table 10, DeepSeek-V2, 1K x 4K", V2, 1024 * 4096, 2.0, 1.23),
 )
 """Layer speed-ups of arXiv 2503.05066, Token Drop per expert on 8 H20: what, sizes, tokens of a
-batch, capacity factor, speed-up. There is no routing at hand of the other models of its Figure 4."""
+batch, capacity factor, speed-up. No routing of the other models of its Figure 4 is at hand."""
 
 
 def load(folder: Path | None) -> dict[str, Trace]:

@@ -187,5 +187,5 @@ def test_sizes_from_configs(tmp_path: Path) -> None:
     assert layer_shape(config) == LayerShape(7168, 2048, 256, 8)
     for broken in ({**text, "hidden_size": "x"}, {k: v for k, v in text.items() if "tok" not in k}):
         config.write_text(json.dumps(broken))
-        with pytest.raises(ValueError, match="expected is a whole number"):
+        with pytest.raises(ValueError, match=r"expected is a whole number|--k"):
             layer_shape(config)

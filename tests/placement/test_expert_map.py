@@ -96,6 +96,7 @@ def test_forms_refuse_what_they_can_not_say() -> None:
 
 def test_layer_numbers() -> None:
     assert layer_numbers(["layer 13", "model.layers.2.mlp.experts4"]) == [13, 2]
+    assert layer_numbers(["llama4.layers.7.feed_forward"]) == [7]
     with pytest.raises(ValueError, match="has no number"):
         layer_numbers(["mlp"])
     with pytest.raises(ValueError, match="don't differ"):

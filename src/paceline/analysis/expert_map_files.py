@@ -119,7 +119,8 @@ def write_form(form: str, maps: Mapping[int, ExpertMap], hidden_layers: int) -> 
 
 
 def layer_numbers(names: Sequence[str]) -> list[int]:
-    """The hidden layer of each MoE layer: the first number in its name.
+    """The hidden layer of each MoE layer: the first component of its name that is a number, else
+    the first number.
 
     Raises:
         ValueError: if a name has none, or two have the same.
@@ -129,7 +130,7 @@ def layer_numbers(names: Sequence[str]) -> list[int]:
     """
     numbers = []
     for name in names:
-        found = re.search(r"\d+", name)
+        found = re.search(r"(?<![^.])\d+(?![^.])", name) or re.search(r"\d+", name)
         if found is None:
             raise ValueError(f"layer {name!r} has no number: which hidden layer it is is unknown.")
         numbers.append(int(found.group()))

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.analysis.cost import LayerShape
-from paceline.checkpoint.folder import find, groups_of, read_config
+from paceline.config_file import find, groups_of, read_config
+from paceline.traces import Asked
 
 _HIDDEN = ("hidden_size", "d_model")
 _EXPERT_SIZE = (
@@ -16,8 +17,6 @@ _EXPERT_SIZE = (
     "ffn_hidden_size",
     "intermediate_size",
 )
-_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 _QUANTISED = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "fp4", "awq": "fp4", "gptq": "fp4"}
 
 
@@ -35,31 +34,27 @@ def layer_shape(path: Path, precision: str | None = None) -> LayerShape:
     >>> layer_shape(MODEL_FOLDER).experts
     32
     """
-    config = read_config(path / "config.json" if path.is_dir() else path)
-    sizes = {
-        name: _size(config, keys, path)
-        for name, keys in (
-            ("hidden", _HIDDEN),
-            ("expert_size", _EXPERT_SIZE),
-            ("experts", _EXPERTS),
-            ("k", _K),
-        )
-    }
-    return LayerShape(**sizes, precision=precision or _precision(config))
+    config, told = _read(path), Asked().with_config(path)
+    return LayerShape(
+        hidden=_size(config, _HIDDEN, path),
+        expert_size=_size(config, _EXPERT_SIZE, path),
+        experts=told.needed("experts", str(path), "how many experts a layer has"),
+        k=told.needed("k", str(path), "how many experts a token gets"),
+        precision=precision or _precision(config),
+    )
 
 
-def hidden_layers(path: Path) -> int:
-    """Hidden layers of a model, dense ones included.
+def hidden_layers(path: Path) -> int | None:
+    """Hidden layers of a model, dense ones included; None where its config doesn't say.
 
     Raises:
-        ValueError: if the config can't be read or doesn't say.
+        ValueError: if the config can't be read.
 
     >>> from paceline.demo.assets import MODEL_FOLDER
     >>> hidden_layers(MODEL_FOLDER)
     4
     """
-    config = read_config(path / "config.json" if path.is_dir() else path)
-    return _size(config, ("num_hidden_layers", "n_layers", "num_layers"), path)
+    return Asked().with_config(path).layers
 
 
 def expert_groups(path: Path) -> int:
@@ -72,7 +67,11 @@ def expert_groups(path: Path) -> int:
     >>> expert_groups(MODEL_FOLDER)
     1
     """
-    return groups_of(read_config(path / "config.json" if path.is_dir() else path))
+    return groups_of(_read(path))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_config(path / "config.json" if path.is_dir() else path)
 
 
 def _size(config: Mapping[str, Any], keys: Sequence[str], path: Path) -> int:

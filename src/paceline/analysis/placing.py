@@ -130,7 +130,8 @@ def place(
             done += 1
             if progress is not None:
                 progress(done, total, trace.header.layers[layer].name)
-        return ways
+        # what can't be had in one layer can't be compared
+        return {name: maps for name, maps in ways.items() if len(maps) == len(ways["search"])}
 
     whole = fitted(Part(0, batches))
     result: dict[str, Any] = {

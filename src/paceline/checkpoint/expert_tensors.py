@@ -19,7 +19,7 @@ _NUMBERED = re.compile(r"(?P<before>(?:.*\.)?experts\.(?:expert_)?)(?P<number>\d
 _ROUTERS = ("gate", "router", "moe_statics")
 _OF_EXPERTS = re.compile(r"expert|router|e_score|tid2eid|balancing")  # in a tensor's name
 _SHARED = re.compile(r"shared?_|_shared")
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole component
 
 Kind = Literal["rename", "rows", "columns", "blocks", "values"]
 """How a tensor follows the experts: by its name's number; the first E rows (dimension 0) or columns

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from paceline.checkpoint.expert_tensors import ExpertLayer, Shapes, find_expert_layers
-
-_MAX_CONFIG = 1 << 24  # bytes
+from paceline.config_file import find, groups_of, read_config
 
 
 @dataclass(frozen=True)
@@ -72,56 +70,6 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, config, shards, shapes)
 
 
-def read_config(file: Path) -> dict[str, Any]:
-    """The content of a config.json.
-
-    Raises:
-        ValueError: naming the file, if it can't be read or is no JSON object.
-
-    >>> from paceline.demo.assets import MODEL_FOLDER
-    >>> read_config(MODEL_FOLDER / "config.json")["model_type"]
-    'olmoe'
-    """
-    try:
-        if file.stat().st_size > _MAX_CONFIG:
-            raise ValueError(f"it is larger than {_MAX_CONFIG} bytes")
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{file} can't be read: {error.strerror}.") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} can't be read: {error}.") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} holds no config: it is a JSON object.")
-    return config
-
-
 def _hidden_layers(config: Mapping[str, Any]) -> int | None:
     found = find(config, "num_hidden_layers", "n_layers", "num_layers")
     return found if isinstance(found, int) else None
-
-
-def groups_of(config: Mapping[str, Any]) -> int:
-    """Expert groups in which a model's router chooses, 1 where it has none.
-
-    >>> groups_of({"n_group": 8}), groups_of({"n_group": 8, "topk_method": "greedy"})
-    (8, 1)
-    """
-    if find(config, "topk_method") == "greedy":
-        return 1
-    found = find(config, "n_group", "num_expert_group", "num_expert_groups")
-    return found if isinstance(found, int) and found > 1 else 1
-
-
-def find(config: Mapping[str, Any], *keys: str) -> Any:
-    """The value of the first of some keys, in the language model's part where there is one.
-
-    >>> find({"text_config": {"n_group": 8}, "n_group": 1}, "n_group")
-    8
-    """
-    for name in ("thinker_config", "text_config", "llm_config"):
-        part = config.get(name)
-        if isinstance(part, dict):
-            found = find(part, *keys)
-            if found is not None:
-                return found
-    return next((config[key] for key in keys if config.get(key) is not None), None)

@@ -79,7 +79,7 @@ def place(
         raise ValueError(f"--precision must be one of {', '.join(BYTES)}, got {precision}")
     if model_config is not None:
         groups = expert_groups(model_config) if groups is None else groups
-        layers = hidden_layers(model_config) if layers is None else layers
+        layers = layers or hidden_layers(model_config)
     wanted = Wanted(devices, replicas, 1 if groups is None else groups, nodes)
 
     def read(name: str) -> Trace:
