@@ -22,7 +22,8 @@ from paceline.analysis.expert_map import ExpertMap
 from paceline.analysis.hardware import PRESETS, Hardware
 from paceline.analysis.placing import Wanted
 from paceline.analysis.plan_cost import physical, plan_costs
-from paceline.analysis.planner import Goal, allot, make_plan
+from paceline.analysis.plan_goal import Goal
+from paceline.analysis.planner import allot, make_plan
 from paceline.cli.app import app
 from paceline.plan import Plan
 from paceline.traces import Trace, sample
@@ -119,6 +120,13 @@ def test_place_and_cap_where_both_pay() -> None:
     assert ways["place and cap"]["gain"] > max(ways["place"]["gain"], ways["cap"]["gain"])
     assert plan.policies
     assert len(plan.placements) == 2
+    others = {v["change"]: v for v in said["second_half"]["variants"]}
+    assert set(others) == {"keep=weight", "keep=first"} | (
+        {"min_expert_load=0"} if goal().min_expert_load else set()
+    )
+    # as many are dropped whoever stays, but not of the same weight
+    assert others["keep=first"]["dropped_share"] == ways["place and cap"]["dropped_share"]
+    assert others["keep=first"]["gate_mass_lost"] > ways["place and cap"]["gate_mass_lost"]
 
 
 def test_other_traffic_is_said_not_to_carry_over() -> None:

@@ -8,26 +8,15 @@ mass is a proxy for quality and no more: measure quality before a cap goes into 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from paceline.analysis.cost import LayerShape
-from paceline.analysis.expert_map import ExpertMap, replica_bytes
-from paceline.analysis.hardware import BYTES, Hardware
-from paceline.analysis.placement_search import search_map
-from paceline.analysis.placing import Wanted
-from paceline.analysis.plan_cost import Costs, physical, plan_costs
+from paceline.analysis.expert_map import ExpertMap
+from paceline.analysis.plan_cost import plan_costs
+from paceline.analysis.plan_goal import Goal
+from paceline.analysis.plan_judge import BUDGETS, Steps, fitted, in_order, judged, layer_plan
 from paceline.analysis.plan_words import verdict
-from paceline.analysis.traffic import (
-    Part,
-    batches_of,
-    count_batches,
-    picked,
-    pieces_of,
-    spread_over,
-)
+from paceline.analysis.traffic import Part, batches_of, count_batches, picked, spread_over
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
 from paceline.traces import Trace
@@ -37,56 +26,10 @@ Progress = Callable[[int, int, str], None]
 SCHEMA = "paceline-plan/1"
 DEVICE_FACTORS = (1.0, 1.1, 1.25, 1.5, 2.0)
 EXPERT_FACTORS = (1.0, 1.25, 1.5, 2.0)
-BUDGETS = (0.0025, 0.005, 0.01, 0.02, 0.05, 0.1)
-"""Shares of gate mass at which the frontier is drawn."""
 MAX_BATCHES = 32
 """Batches that each part of the work looks at, evenly spaced where there are more."""
 
 _NONE = CapacityPolicy(mode="observe")
-
-
-@dataclass(frozen=True)
-class Goal:
-    """What a plan is to reach.
-
-    Attributes:
-        wanted: devices, replicas to compare with, groups.
-        shape: of each layer.
-        hardware: of each device.
-        max_mass_loss: share of the gate mass that a cap may lose.
-        min_gain: share of the step's MoE time below which nothing is worth it.
-        pool: of a cap.
-    """
-
-    wanted: Wanted
-    shape: LayerShape
-    hardware: Hardware
-    max_mass_loss: float = 0.01
-    min_gain: float = 0.05
-    pool: str = "batch"
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.max_mass_loss < 1:
-            raise ValueError(
-                f"max_mass_loss={self.max_mass_loss} is not allowed: it is from 0 to below 1."
-            )
-        if not 0 <= self.min_gain < 1:
-            raise ValueError(f"min_gain={self.min_gain} is not allowed: it is from 0 to below 1.")
-        if self.pool not in ("batch", "request", "source"):
-            raise ValueError(f"pool={self.pool!r} is not allowed: it is batch, request or source.")
-
-    @property
-    def min_expert_load(self) -> int:
-        """Mean rows an expert below which a cap is left off: there rows take less than a fifth of
-        the experts' time, and the rest is reading weights.
-
-        >>> from paceline.analysis.hardware import PRESETS
-        >>> Goal(Wanted(8), LayerShape(2048, 1408, 64, 6), PRESETS["h100"]).min_expert_load
-        60
-        """
-        reading = self.hardware.per_expert + self.shape.expert_bytes / self.hardware.memory
-        row = self.shape.row_flops / self.hardware.reachable(self.shape.precision)
-        return math.ceil(reading / row / 4)
 
 
 def make_plan(
@@ -111,7 +54,9 @@ def make_plan(
     Raises:
         ValueError: if the trace has counts alone or fewer than 2 batches, or doesn't fit the goal.
 
+    >>> from paceline.analysis.cost import LayerShape
     >>> from paceline.analysis.hardware import PRESETS
+    >>> from paceline.analysis.placing import Wanted
     >>> from paceline.traces import sample
     >>> shape = LayerShape(2048, 1408, 64, 6)
     >>> goal = Goal(Wanted(8), shape, PRESETS["h20"])
@@ -129,13 +74,13 @@ def make_plan(
         )
     half = batches // 2
     parts = 1 + bool(goal.wanted.replicas)
-    steps = _Steps(progress, 2 + parts * (1 if judge is None else 2))
+    steps = Steps(progress, 2 + parts * (1 if judge is None else 2))
     first = fitted(cut, Part(0, half), goal.wanted)
     fit_trace = picked(cut, spread_over(Part(0, half), MAX_BATCHES))
     options = _options(trace, goal)
     chosen = {
         base: _choose(fit_trace, maps, options, goal, steps)
-        for base, maps in (("in_order", _in_order(first.alone)), ("placed", first.alone))
+        for base, maps in (("in_order", in_order(first.alone)), ("placed", first.alone))
     }
     rest = picked(cut, spread_over(Part(half, batches), MAX_BATCHES))
     result: dict[str, Any] = {
@@ -171,85 +116,8 @@ def make_plan(
         "place and cap": chosen["placed"][goal.max_mass_loss],
     }.get(result["decision"], [])
     placed = result["decision"] in ("place", "place and cap")
-    maps = whole.alone if placed else _in_order(whole.alone)
-    return _plan(trace, maps, policies), result
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """Searched maps, [layers] each.
-
-    Attributes:
-        alone: every expert once.
-        copied: with replicas, empty where none are wanted.
-    """
-
-    alone: list[ExpertMap]
-    copied: list[ExpertMap]
-
-
-def fitted(trace: Trace, part: Part, wanted: Wanted) -> Fitted:
-    """The searched maps of some batches."""
-    pieces = pieces_of(trace, part)
-    alone = [search_map(loads, wanted.shape(loads.shape[1], 0)) for loads in pieces]
-    copies = pieces if wanted.replicas else []
-    return Fitted(alone, [search_map(loads, wanted.shape(loads.shape[1])) for loads in copies])
-
-
-def judged(
-    trace: Trace,
-    found: Fitted,
-    chosen: Mapping[str, Mapping[float, list[CapacityPolicy]]],
-    goal: Goal,
-    steps: _Steps,
-) -> dict[str, Any]:
-    """What every way costs on batches that took no part in choosing it, as JSON-able values."""
-    maps = found.alone
-    ways = {
-        "nothing": _plan(trace, _in_order(maps), []),
-        "cap": _plan(trace, _in_order(maps), chosen["in_order"][goal.max_mass_loss]),
-        "place": _plan(trace, maps, []),
-        "place and cap": _plan(trace, maps, chosen["placed"][goal.max_mass_loss]),
-    }
-    frontier = {
-        f"{base} {budget}": _plan(
-            trace, maps if base == "placed" else _in_order(maps), chosen[base][budget]
-        )
-        for base in chosen
-        for budget in BUDGETS
-    }
-    costs = plan_costs(trace, ways | frontier, goal.shape, goal.hardware, steps.of("judged"))
-    base = sum(costs["nothing"].seconds)
-    out: dict[str, Any] = {
-        "batches": count_batches(trace),
-        "ways": {name: _said(costs[name], base) for name in ways},
-        "frontier": [
-            {"placement": name.split()[0], "budget": float(name.split()[1])}
-            | _said(costs[name], base)
-            for name in frontier
-        ],
-        "perfect_balance_gain": base / sum(costs["nothing"].balanced) - 1,
-    }
-    if goal.wanted.replicas:
-        out["ways"]["replicas"] = _replicated(trace, found.copied, goal, base, steps)
-    return out
-
-
-def _replicated(
-    trace: Trace, copied: Sequence[ExpertMap], goal: Goal, base: float, steps: _Steps
-) -> dict[str, Any]:
-    """What replicas give on top of a placement, and the memory they take."""
-    shape = replace(goal.shape, experts=len(copied[0].slots))
-    plan = Plan(placements=(goal.wanted.devices,), layers=len(copied))
-    costs = plan_costs(
-        physical(trace, copied), {"replicas": plan}, shape, goal.hardware, steps.of("replicas")
-    )
-    taken = replica_bytes(copied, shape.hidden, shape.expert_size, BYTES[goal.shape.precision])
-    return _said(costs["replicas"], base) | {"replica_gb_a_device": taken / 1e9}
-
-
-def _said(costs: Costs, base: float) -> dict[str, Any]:
-    return costs.as_json() | {"gain": base / sum(costs.seconds) - 1}
+    maps = whole.alone if placed else in_order(whole.alone)
+    return layer_plan(trace, maps, policies), result
 
 
 def _choose(
@@ -257,10 +125,10 @@ def _choose(
     maps: Sequence[ExpertMap],
     options: Sequence[CapacityPolicy],
     goal: Goal,
-    steps: _Steps,
+    steps: Steps,
 ) -> dict[float, list[CapacityPolicy]]:
     """Budget -> the policy of each layer, for the frontier's budgets and the goal's own."""
-    plans = {str(i): _plan(trace, maps, [option]) for i, option in enumerate(options)}
+    plans = {str(i): layer_plan(trace, maps, [option]) for i, option in enumerate(options)}
     costs = plan_costs(trace, plans, goal.shape, goal.hardware, steps.of("choosing caps"))
     times = [costs[name].seconds for name in plans]
     losses = [[loss or 0.0 for loss in costs[name].mass_lost] for name in plans]
@@ -331,25 +199,6 @@ def _options(trace: Trace, goal: Goal) -> list[CapacityPolicy]:
     ]
 
 
-def _plan(trace: Trace, maps: Sequence[ExpertMap], policies: Sequence[CapacityPolicy]) -> Plan:
-    """As a file; what is the same in all layers is said once."""
-    contiguous = all(own.slots == tuple(range(own.num_experts)) for own in maps)
-    placements = (maps[0].num_devices,) if contiguous else tuple(own.placement for own in maps)
-    ks = {layer.k for layer in trace.header.layers}
-    experts = {layer.experts for layer in trace.header.layers}
-    return Plan(
-        policies=tuple(policies[:1] if len(set(policies)) == 1 else policies),
-        placements=placements,
-        layers=len(maps),
-        experts=experts.pop() if len(experts) == 1 else None,
-        k=ks.pop() if len(ks) == 1 else None,
-    )
-
-
-def _in_order(maps: Sequence[ExpertMap]) -> list[ExpertMap]:
-    return [ExpertMap.contiguous(own.num_experts, own.num_devices) for own in maps]
-
-
 def _check(trace: Trace, goal: Goal) -> None:
     """Refuse a trace that says too little, or is of a model with other sizes."""
     if not trace.header.per_token:
@@ -364,22 +213,3 @@ def _check(trace: Trace, goal: Goal) -> None:
                 f"model's config says {goal.shape.experts}, {goal.shape.k} a token."
             )
         goal.wanted.shape(layer.experts)
-
-
-class _Steps:
-    """Progress over several pieces of work."""
-
-    def __init__(self, tell: Progress | None, total: int) -> None:
-        self._tell, self._total, self._done = tell, total, 0
-
-    def of(self, what: str) -> Progress | None:
-        """A function for one piece of work, the next one."""
-        if self._tell is None:
-            return None
-        start, tell, total = self._done, self._tell, self._total
-        self._done += 1
-
-        def part(done: int, of: int, name: str) -> None:
-            tell(start * 100 + 100 * done // max(1, of), total * 100, f"{what}: {name}")
-
-        return part

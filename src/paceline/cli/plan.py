@@ -60,7 +60,8 @@ def plan(
     from paceline.analysis.hardware import BYTES, hardware_of, linked
     from paceline.analysis.model_config import expert_groups, layer_shape
     from paceline.analysis.placing import Wanted
-    from paceline.analysis.planner import Goal, make_plan
+    from paceline.analysis.plan_goal import Goal
+    from paceline.analysis.planner import make_plan
     from paceline.cli.progress import progress
     from paceline.cli.trace_options import read_trace
 
@@ -117,6 +118,8 @@ def _show(result: Mapping[str, Any]) -> None:
             console.print(_ways(result[name], f"{title}, on {result['hardware']} x "
                                 f"{result['devices']}"))  # fmt: skip
             console.print(_frontier(result[name]))
+            if result[name]["variants"]:
+                console.print(_variants(result[name]))
     for note in result["notes"]:
         console.print(f"Note: {note}", markup=False)
     console.print(f"Decision: {result['decision']}", style="bold")
@@ -164,6 +167,22 @@ def _frontier(part: Mapping[str, Any]) -> Any:
         table.add_row(
             "placed" if point["placement"] == "placed" else "in order",
             f"{point['budget']:.2%}",
+            f"{point['gain']:+.1%}",
+            f"{point['dropped_share']:.2%}",
+            _mass(point["gate_mass_lost"]),
+        )
+    return table
+
+
+def _variants(part: Mapping[str, Any]) -> Any:
+    """What other settings of the chosen caps would give."""
+    table = _table("Place and cap, with another setting")
+    table.add_column("setting", no_wrap=True)
+    for name in ("gain", "dropped", "mass lost"):
+        table.add_column(name, justify="right")
+    for point in part["variants"]:
+        table.add_row(
+            point["change"],
             f"{point['gain']:+.1%}",
             f"{point['dropped_share']:.2%}",
             _mass(point["gate_mass_lost"]),
