@@ -17,15 +17,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from paceline import CapacityPolicy
-from paceline.analysis.cost import LayerShape
 from paceline.analysis.expert_map import ExpertMap
-from paceline.analysis.hardware import PRESETS
 from paceline.analysis.placing import Wanted, judged, place
-from paceline.analysis.published import distances, paper_layer
-from paceline.analysis.traffic import Part, batch_loads, batches_of, count_batches
+from paceline.analysis.published import distances, paper_figures
+from paceline.analysis.traffic import Part, batches_of, count_batches
 from paceline.plan import Plan
 from paceline.traces import Asked, Trace, open_trace, sample
 from paceline.traces.simulate import simulate
@@ -38,19 +34,6 @@ SIZES: dict[str, tuple[int | None, ...]] = {
     "gpt_oss_20b_decode": (None, 256, 1024),
 }
 RESULTS = Path(__file__).parent / "results" / "placement.json"
-V2_LITE = LayerShape(2048, 1408, 64, 6)
-V2 = LayerShape(5120, 1536, 64, 6)  # with V2-Lite's experts and loads: there is no trace of V2
-PAPER: tuple[tuple[str, LayerShape, int, float, float], ...] = (
-    ("Figure 4, DeepSeek-V2-Lite", V2_LITE, 8192 * 512, 2.0, 1.12),
-    ("Figure 4, DeepSeek-V2-Lite", V2_LITE, 8192 * 512, 1.5, 1.23),
-    ("Figure 4, DeepSeek-V2-Lite", V2_LITE, 8192 * 512, 1.0, 1.37),
-    ("Table 10, DeepSeek-V2, 8K x 0.1K", V2, 8192 * 102, 2.0, 1.09),
-    ("Table 10, DeepSeek-V2, 8K x 0.4K", V2, 8192 * 410, 2.0, 1.24),
-    ("Table 10, DeepSeek-V2, 2K x 1K", V2, 2048 * 1024, 2.0, 1.27),
-    ("Table 10, DeepSeek-V2, 1K x 4K", V2, 1024 * 4096, 2.0, 1.23),
-)
-"""Layer speed-ups of arXiv 2503.05066, Token Drop per expert on 8 H20: what, sizes, tokens of a
-batch, capacity factor, speed-up. No routing of the other models of its Figure 4 is at hand."""
 
 
 def load(folder: Path | None) -> dict[str, Trace]:
@@ -131,27 +114,6 @@ def place_then_cap(traces: Mapping[str, Trace], size: int = 1024) -> list[dict[s
     return rows
 
 
-def paper(traces: Mapping[str, Trace]) -> list[dict[str, Any]]:
-    """The paper's speed-ups beside the cost model's on our traffics, scaled up to its batches."""
-    rows = []
-    for name in ("esft_v2lite_intent", "esft_v2lite_law"):
-        tables, counted = next(batch_loads(traces[name].regrouped(1 << 30), Part(0, 1)))
-        for what, shape, tokens, factor, published in PAPER:
-            loads = np.concatenate(tables) * (tokens / float(counted[0]))
-            predicted = paper_layer(loads, shape, DEVICES, [factor], PRESETS["h20"])[0]
-            rows.append(
-                {
-                    "figure": what,
-                    "traffic": name,
-                    "factor": factor,
-                    "published": published,
-                    "predicted": predicted,
-                    "error": predicted / published - 1,
-                }
-            )
-    return rows
-
-
 def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """A Markdown table."""
     print(f"\n## {title}\n")
@@ -174,8 +136,9 @@ def main() -> None:
         "held_out": held_out(traces),
         "transfer": transfer(traces),
         "place_then_cap": place_then_cap(traces),
-        "paper": paper(traces),
-        "published": [{**d.__dict__, "error": d.error} for d in distances()],
+        "published": [
+            {**d.__dict__, "error": d.error} for d in [*distances(), *paper_figures(traces)]
+        ],
     }
     for name, rows in result.items():
         if isinstance(rows, list):

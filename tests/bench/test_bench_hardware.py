@@ -97,7 +97,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ran.exit_code == 0, ran.output
     said = json.loads(ran.stdout)
     assert len(said["held_out"]) == len(bench.MEAN_ROWS)
-    assert hardware_of(str(out)).link == 2e9
+    found = hardware_of(str(out))
+    assert (found.link, found.precision) == (2e9, "fp32")
     published = CliRunner().invoke(app, ["calibrate-hardware", "--published", "--json"])
     rows = json.loads(published.stdout)["distances"]
     assert {"DeepGEMM, H800, FP8", "LLEP, 8 H200"} <= {row["table"] for row in rows}

@@ -40,6 +40,31 @@ def test_the_demo_model_is_reordered_and_compared(tmp_path: Path) -> None:
     assert "exists" in said.stderr
 
 
+def test_devices_in_order_get_the_planned_loads(tmp_path: Path) -> None:
+    """Experts really moved: with them in order the new model has the loads that the plan gives the
+    old one, device by device and layer by layer."""
+    from transformers import AutoModelForCausalLM
+
+    from paceline import attach
+    from paceline.demo.assets import MODEL_FOLDER
+
+    rng = torch.Generator().manual_seed(0)
+    placements = tuple(
+        ExpertPlacement.explicit([d // 4 for d in torch.randperm(32, generator=rng).tolist()])
+        for _ in range(4)
+    )
+    assert RUN.invoke(app, planned(tmp_path, Plan(placements=placements))).exit_code == 0
+    ids = torch.randint(0, 1000, (2, 200), generator=rng)
+    loads = []
+    for folder, placement in ((MODEL_FOLDER, placements), (tmp_path / "out", 8)):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        with attach(model, placement=placement) as pace, torch.no_grad():
+            model(ids)
+            loads.append([layer.device_loads_before for layer in pace.stats().layers])
+    assert loads[0] == loads[1]
+    assert len(set(loads[0][0])) > 1
+
+
 def test_the_comparison_finds_experts_in_wrong_places(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 

@@ -162,6 +162,10 @@ def test_hardware_files(tmp_path: Path) -> None:
         hardware_of("h999")
     with pytest.raises(ValueError, match="doesn't compute in fp8"):
         PRESETS["a100"].reachable("fp8")
+    measured = replace(PLAIN, precision="fp32")
+    assert measured.reachable("fp32") == PLAIN.flops
+    with pytest.raises(ValueError, match="was measured in fp32"):
+        measured.reachable("bf16")
 
 
 @pytest.mark.parametrize(

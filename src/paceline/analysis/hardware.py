@@ -40,6 +40,7 @@ class Hardware:
         slow_rows: the first rows of each expert that run at another speed.
         slow_flops: reachable FLOP/s of those; 0: the same as the others.
         activations: bytes/s of what is read and written for each row; 0: as `memory`.
+        precision: the one that was measured; "": any that it computes in.
         source: where the figures are from.
     """
 
@@ -58,6 +59,7 @@ class Hardware:
     slow_rows: int = 0
     slow_flops: float = 0.0
     activations: float = 0.0
+    precision: str = ""
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -89,8 +91,12 @@ class Hardware:
         >>> PRESETS["h100"].reachable("bf16") / 1e12
         794.0
         """
-        if precision in ("bf16", "fp32"):
+        if precision == self.precision or (not self.precision and precision in ("bf16", "fp32")):
             return self.flops
+        if self.precision:
+            raise ValueError(
+                f"{self.name} was measured in {self.precision}: {precision} is not known."
+            )
         if not self.fp8:
             raise ValueError(f"{self.name} doesn't compute in {precision}: allowed is bf16.")
         return self.fp8

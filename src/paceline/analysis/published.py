@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,9 +15,25 @@ from paceline.analysis.cost import (
 )
 from paceline.analysis.expert_map import ExpertMap, Loads
 from paceline.analysis.hardware import PRESETS, Hardware
+from paceline.analysis.traffic import Part, batch_loads
+from paceline.traces import Trace, sample
 
 H800 = replace(PRESETS["h100"], name="h800", link=0.836 * 200e9)
 """An H100 with half the links."""
+
+_V2_LITE = LayerShape(2048, 1408, 64, 6)
+_V2 = LayerShape(5120, 1536, 64, 6)  # with V2-Lite's experts and loads: there is no trace of V2
+_PAPER: tuple[tuple[str, LayerShape, int, float, float], ...] = (
+    ("Figure 4, DeepSeek-V2-Lite", _V2_LITE, 8192 * 512, 2.0, 1.12),
+    ("Figure 4, DeepSeek-V2-Lite", _V2_LITE, 8192 * 512, 1.5, 1.23),
+    ("Figure 4, DeepSeek-V2-Lite", _V2_LITE, 8192 * 512, 1.0, 1.37),
+    ("Table 10, DeepSeek-V2, 8K x 0.1K", _V2, 8192 * 102, 2.0, 1.09),
+    ("Table 10, DeepSeek-V2, 8K x 0.4K", _V2, 8192 * 410, 2.0, 1.24),
+    ("Table 10, DeepSeek-V2, 2K x 1K", _V2, 2048 * 1024, 2.0, 1.27),
+    ("Table 10, DeepSeek-V2, 1K x 4K", _V2, 1024 * 4096, 2.0, 1.23),
+)
+"""Layer speed-ups of arXiv 2503.05066, Token Drop per expert on 8 H20: what, sizes, tokens of a
+batch, capacity factor, speed-up. No routing of the other models of its Figure 4 is at hand."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +162,28 @@ def llep(tokens: int = 8 * 32768) -> list[Distance]:
         ]
         case = f"{share:.0%} of the tokens on 4 experts"
         out.append(Distance("LLEP, 8 H200", case, "x", speedup, seconds[0] / seconds[1]))
+    return out
+
+
+def paper_figures(traces: Mapping[str, Trace] | None = None) -> list[Distance]:
+    """The paper's layer speed-ups beside the model's on recorded routing, scaled to its batches.
+
+    Args:
+        traces: name -> trace of DeepSeek-V2-Lite; None: the two that come with the package.
+
+    >>> {d.unit for d in paper_figures()}
+    {'x'}
+    """
+    names = ("esft_v2lite_intent", "esft_v2lite_law")
+    given = {name: sample(name) for name in names} if traces is None else traces
+    out = []
+    for name in names:
+        tables, counted = next(batch_loads(given[name].regrouped(1 << 30), Part(0, 1)))
+        for what, shape, tokens, factor, published in _PAPER:
+            loads = np.concatenate(tables) * (tokens / float(counted[0]))
+            predicted = paper_layer(loads, shape, 8, [factor], PRESETS["h20"])[0]
+            case = f"{what}, factor {factor}, on {name}"
+            out.append(Distance("Capacity-Aware Inference, 8 H20", case, "x", published, predicted))
     return out
 
 

@@ -61,7 +61,7 @@ def calibrate_hardware(
 
 def _published() -> dict[str, Any]:
     from paceline.analysis.hardware import PRESETS
-    from paceline.analysis.published import distances
+    from paceline.analysis.published import distances, paper_figures
 
     return {
         "presets": {name: hardware.source for name, hardware in PRESETS.items()},
@@ -74,7 +74,7 @@ def _published() -> dict[str, Any]:
                 "predicted": d.predicted,
                 "error": d.error,
             }
-            for d in distances()
+            for d in [*distances(), *paper_figures()]
         ],
     }
 

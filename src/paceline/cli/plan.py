@@ -74,7 +74,7 @@ def plan(
     device = linked(hardware_of(hardware), None if link is None else link * 1e9, None)
     goal = Goal(
         Wanted(devices, replicas, expert_groups(model_config) if groups is None else groups, nodes),
-        layer_shape(model_config, precision),
+        layer_shape(model_config, precision or device.precision or None),
         device,
         _share("--max-mass-loss", max_mass_loss),
         _share("--min-gain", min_gain),
