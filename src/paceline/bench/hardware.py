@@ -8,6 +8,7 @@ by the same error. Shapes that took no part in the fit say how good it is.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import time
@@ -43,11 +44,13 @@ class Timing:
         shape: of the layer.
         rows: [experts] rows of each.
         seconds: of the fastest of some runs.
+        second_fastest: of the next one; how far it is off says how quiet the machine is.
     """
 
     shape: LayerShape
     rows: tuple[int, ...]
     seconds: float
+    second_fastest: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ def measure(
     """
     rng = random.Random(seed)
     cases = [case for hidden, size in sizes for case in _cases(hidden, size, means, rng)]
-    best = [float("inf")] * len(cases)
+    taken: list[list[float]] = [[] for _ in cases]
     order = list(range(len(cases)))
     with torch.inference_mode():
         for turn in range(rounds + 1):  # the first touches code and memory, and doesn't count
@@ -103,12 +106,23 @@ def measure(
                 case = cases[index]
                 start = _now(case.inputs[0].device)
                 case.experts(*case.inputs)
-                taken = _now(case.inputs[0].device) - start
-                best[index] = min(best[index], taken) if turn else float("inf")
+                seconds = _now(case.inputs[0].device) - start
+                if turn:
+                    taken[index].append(seconds)
                 if progress is not None:
                     said = f"{case.shape.hidden} x {case.shape.expert_size}"
                     progress(turn * len(cases) + done, (rounds + 1) * len(cases), said)
-    return [Timing(case.shape, case.rows, t) for case, t in zip(cases, best, strict=True)]
+    fastest = [sorted(each)[:2] for each in taken]
+    return [Timing(c.shape, c.rows, t[0], t[-1]) for c, t in zip(cases, fastest, strict=True)]
+
+
+def unrest(timings: Sequence[Timing]) -> float:
+    """Median of how much longer the second fastest run of a case took: 0.02 is a quiet machine.
+
+    >>> unrest([Timing(LayerShape(1, 1, 1, 1), (1,), 1.0, 1.5)])
+    0.5
+    """
+    return float(np.median([t.second_fastest / t.seconds - 1 for t in timings]))
 
 
 @dataclass(frozen=True, eq=False)

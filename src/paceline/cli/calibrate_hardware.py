@@ -10,6 +10,8 @@ import typer
 
 from paceline.cli.errors import guarded
 
+_QUIET = 0.03  # difference of two runs of one case
+
 
 @guarded
 def calibrate_hardware(
@@ -20,7 +22,7 @@ def calibrate_hardware(
         float | None,
         typer.Option(help="GB/s between devices, one way, which is not measured here."),
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Runs of every case; the fastest counts.")] = 3,
+    rounds: Annotated[int, typer.Option(help="Runs of every case; the fastest counts.")] = 5,
     threads: Annotated[int, typer.Option(help="Threads on a CPU: one device's.")] = 1,
     published: Annotated[
         bool,
@@ -85,7 +87,7 @@ def _measured(out: Path | None, link: float | None, rounds: int, threads: int) -
     import torch
 
     from paceline.analysis.hardware import save_hardware
-    from paceline.bench.hardware import FIT_SIZES, HELD_OUT_SIZES, fit, measure
+    from paceline.bench.hardware import FIT_SIZES, HELD_OUT_SIZES, fit, measure, unrest
     from paceline.bench.machine import keep_freed_memory
     from paceline.cli.progress import progress
     from paceline.reporting.environment import environment
@@ -110,6 +112,7 @@ def _measured(out: Path | None, link: float | None, rounds: int, threads: int) -
     more = {
         "held_out": cases,
         "within_15_percent": found.within,
+        "unrest": unrest(timings),
         "threads": threads,
         **environment(),
     }
@@ -141,7 +144,12 @@ def _show_measured(result: Mapping[str, Any], out: Path | None) -> None:
             f"{case['error']:+.0%}",
         )
     console.print(table)
-    console.print(f"{result['within_15_percent']:.0%} of them within 15%.")
+    console.print(
+        f"{result['within_15_percent']:.0%} of them within 15%; the fastest two runs of a case "
+        f"differ by {result['unrest']:.0%}."
+    )
+    if result["unrest"] > _QUIET:
+        console.print("That is not a quiet machine: the fit can't be better than its timings.")
     if out is None:
         console.print("Not kept: --out FILE does that.")
     else:
