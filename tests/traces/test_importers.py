@@ -195,6 +195,32 @@ def test_ranks_with_tokens_of_their_own_are_one_batch(tmp_path: Path) -> None:
     assert chunk.ids[0].tolist() == [[1, 0], [3, 0], [2, 3]]
 
 
+def test_files_of_two_recordings_arent_taken_for_ranks(tmp_path: Path) -> None:
+    for name in ("it_0", "it_1"):
+        per_token_recording(tmp_path / f"{name}.pt", 0, [[0, 1]])
+    for path in (tmp_path / "it_0.pt", tmp_path):
+        with pytest.raises(TraceError, match="both of rank 0"):
+            open_trace(path)
+    table = torch.ones(2, 1, 4, dtype=torch.int32)
+    for rank in (0, 1):
+        torch.save({"rank": rank, "logical_count": table * (rank + 1)}, tmp_path / f"it_{rank}.pt")
+    trace = open_trace(tmp_path / "it_1.pt")
+    assert counts_of(trace) == [[6, 6, 6, 6]]
+    assert any("the sum of 2 ranks" in note for note in trace.header.notes)
+
+
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    ids = np.array([[[0, 1], [2, -1]]])
+    for place, fine in (((0, 0, 1), False), ((0, 1, 1), True)):  # the second weighs no expert
+        weights = np.ones((1, 2, 2), dtype=np.float32)
+        weights[place] = np.nan
+        np.savez(tmp_path / "it.npz", topk_ids=ids, topk_weights=weights, num_experts=4)
+        if fine:
+            assert counts_of(open_trace(tmp_path / "it.npz")) == [[1, 1, 1, 0]]
+        else:
+            refused(tmp_path / "it.npz", "finite numbers", Asked())
+
+
 def test_passes_of_several_steps_are_batches_of_their_own(tmp_path: Path) -> None:
     data = []
     for number in (9, 4):
@@ -341,7 +367,7 @@ JSONS: list[tuple[Any, str]] = [
     ({"num_experts": 64, "k": 6, "layers": {"0": {"64": 5}}}, "expert 64"),
     ({"num_experts": 64, "k": 6, "layers": {"0": {"6": -5}}}, "count outside 0"),
     ({"num_experts": 64, "k": 6, "layers": {"0": {"6": 0.5}}}, "no whole numbers"),
-    ({"num_experts": 64, "k": 6, "layers": {"0": {"6": "5"}}}, "expected is a number"),
+    ({"num_experts": 64, "k": 6, "layers": {"0": {"6": "5"}}}, "is no number"),
     ({"num_experts": 64, "k": 6, "layers": {"a": {"6": 5}}}, "no number of a layer"),
     ({"num_experts": 64, "k": 6, "layers": {}}, "no layers"),
     ({"num_experts": 64, "k": 6, "layers": {"1": {"3": 0}}}, "all of it is zero"),

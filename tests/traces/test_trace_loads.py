@@ -26,9 +26,10 @@ HERE = Path(__file__).with_name("samples")
 
 
 def loads_of(trace: Trace) -> tuple[np.ndarray, dict[tuple[str, str], np.ndarray]]:
-    """[batches, layers, experts] counts, and [layers, experts] by phase and modality, by loops."""
+    """[batches, layers, experts] counts, and the same by phase and modality, by loops."""
     layers, experts = len(trace.header.layers), trace.header.experts
     batches: list[np.ndarray] = []
+    total = sum(chunk.batches for chunk in trace.chunks)
     groups: dict[tuple[str, str], np.ndarray] = {}
     for chunk in trace.chunks:
         starts = chunk.starts.tolist()
@@ -45,11 +46,11 @@ def loads_of(trace: Trace) -> tuple[np.ndarray, dict[tuple[str, str], np.ndarray
                         code = UNKNOWN if codes is None else int(codes[token])
                         names.append("unknown" if code == UNKNOWN else known[code])
                     key = (names[0], names[1])
-                    groups.setdefault(key, np.zeros((layers, experts), dtype=int))
+                    groups.setdefault(key, np.zeros((total, layers, experts), dtype=int))
                     for expert in chunk.ids[layer, token].tolist():
                         if 0 <= expert < experts:
                             table[layer, expert] += 1
-                            groups[key][layer, expert] += 1
+                            groups[key][len(batches), layer, expert] += 1
             batches.append(table)
     return np.array(batches), groups
 
@@ -107,7 +108,16 @@ def test_figures_are_those_of_the_loops(trace: Trace, data: Any) -> None:
     found = {(g["phase"], g["modality"]): g for g in got["groups"]}
     assert found.keys() == groups.keys()
     for key, table in groups.items():
-        assert found[key]["assignments"] == table.sum()
+        own = found[key]
+        assert own["assignments"] == table.sum()
+        on_device = np.zeros((*table.shape[:2], P))
+        for expert in range(E):
+            on_device[:, :, hosts[expert]] += table[:, :, expert]
+        if table.sum():
+            ratio = on_device.max(2).sum() / (table.sum() / P)
+            assert math.isclose(own["device_peak_to_mean"], ratio, **close)
+            pooled = on_device.sum(0).max(1).sum() / (table.sum() / P)
+            assert math.isclose(own["pooled_device_peak_to_mean"], pooled, **close)
 
 
 def expected() -> list[tuple[Path, dict[str, Any]]]:

@@ -133,7 +133,7 @@ def _show(result: Mapping[str, Any]) -> None:
     console = Console(highlight=False)
     console.print(table)
     console.print(
-        f"{result['batches']} batches ({result['batches_are']}s). Busiest device: rows / mean "
+        f"{options.batches_said(result)}. Busiest device: rows / mean "
         "before any cap, weighted by time; p95 over batches and layers. Gain: from the loads of "
         "the experts' part, no timing.",
         markup=False,

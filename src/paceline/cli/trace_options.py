@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -54,3 +55,23 @@ def read_trace(
 
     asked = Asked(experts, k, layers, world_size, physical)
     return open_trace(name, asked if model_config is None else asked.with_config(model_config))
+
+
+def refuse_for_a_model(**given: Any) -> None:
+    """Refuse options that mean something for a trace alone.
+
+    Raises:
+        ValueError: naming the first that isn't None.
+    """
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"--{name.replace('_', '-')} is for a trace, not for a model")
+
+
+def batches_said(result: Mapping[str, Any]) -> str:
+    """How many batches a result is over, and what a batch is."""
+    count, unit = result["batches"], result["batches_are"]
+    many = "batch" if count == 1 else "batches"
+    if result["batch_tokens"] is not None:
+        return f"{count:,} {many} of {result['batch_tokens']:,} tokens"
+    return f"{count:,} {many} ({unit}{'' if count == 1 else 's'})"

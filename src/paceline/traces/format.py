@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from paceline.text import shortened
+
 HEADER = "trace.json"
 FORMAT, VERSION = "paceline-trace", 1
 CHUNK_KEY = "paceline-trace"
@@ -137,8 +139,8 @@ def parse_header(fields: Any, where: str) -> Header:
         raise TraceError(f'{where}: format is not "{FORMAT}": this is no trace of Paceline.')
     if fields.get("version") != VERSION:
         raise TraceError(
-            f"{where}: version={shown(fields.get('version'))} is not allowed: this Paceline reads "
-            f"version {VERSION}."
+            f"{where}: version={shortened(fields.get('version'))} is not allowed: read is version "
+            f"{VERSION}."
         )
     try:
         return Header.model_validate_json(json.dumps(fields))
@@ -146,7 +148,7 @@ def parse_header(fields: Any, where: str) -> Header:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"])) or "header"
         raise TraceError(
-            f"{where}: {field}={shown(first['input'])} is not allowed: {first['msg']}."
+            f"{where}: {field}={shortened(repr(first['input']))} is not allowed: {first['msg']}."
         ) from None
 
 
@@ -171,9 +173,3 @@ def read_bounded(path: Path, limit: int) -> bytes:
 def chunk_name(number: int) -> str:
     """File name of a chunk, from 0."""
     return f"chunk-{number:06d}.safetensors"
-
-
-def shown(value: Any) -> str:
-    """A value in an error, shortened."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

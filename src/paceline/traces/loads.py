@@ -30,6 +30,7 @@ AXES = {
     "over_batches": "mean: sum of the largest / sum of the means; percentiles of ratios",
     "overall": "sum over batches and layers of the largest / sum of the means",
     "over_layers": "percentiles over layers of each layer's figure over batches",
+    "groups": "rows of a phase and modality alone: overall, and pooled with layers summed up",
     "pooled": "all batches taken as one; overall: mean over layers",
     "balancedness_sum": "1 / overall device peak-to-mean (how vLLM reduces)",
     "balancedness_mean": "mean over batches and layers of mean / largest (how SGLang reduces)",
@@ -101,9 +102,7 @@ def trace_loads(
         "notes": list(header.notes),
         "devices": placements[0].num_devices,
         "batch_tokens": batch_tokens,
-        "batches_are": header.batches
-        if batch_tokens is None
-        else f"{batch_tokens} tokens in order",
+        "batches_are": cut.header.batches,
         "axes": AXES,
         **figures.result(),
     }
@@ -154,7 +153,8 @@ class LoadFigures:
         self._devices = np.array([placement.num_devices for placement in placements])
         self._experts = np.array([layer.experts for layer in trace.header.layers])
         self._total = np.zeros((layers, experts))
-        self._groups: dict[Group, Array] = {}
+        self._groups: dict[Group, Array] = {}  # [layers, experts] of all batches
+        self._group_busiest: dict[Group, float] = {}  # sum over batches and layers
         self._group_tokens: dict[Group, Array] = {}
         self._tokens: Array | None = np.zeros(layers, dtype=np.int64)
         self._peaks: list[Array] = []  # [batches, layers, 4] float32: sum, device, expert, active
@@ -182,7 +182,10 @@ class LoadFigures:
         else:
             self._tokens += table.tokens.sum(0)
         for group, loads in table.groups.items():
-            self._groups[group] = self._groups.get(group, 0) + loads.astype(np.float64)
+            own = loads.astype(np.float64)
+            busiest = np.matmul(own.swapaxes(0, 1), self._host).max(2).sum()
+            self._groups[group] = self._groups.get(group, 0) + own.sum(0)
+            self._group_busiest[group] = self._group_busiest.get(group, 0.0) + float(busiest)
         for group, tokens in table.group_tokens.items():
             self._group_tokens[group] = self._group_tokens.get(group, 0) + tokens
 
@@ -263,6 +266,7 @@ class LoadFigures:
         loads = self._groups[group]
         devices = np.einsum("le,led->ld", loads, self._host)
         peaks, means = devices.max(1), devices.sum(1) / self._devices
+        mean = bool(means.any())
         tokens = self._group_tokens.get(group)
         shares = self._header.content == "shares"
         return {
@@ -270,7 +274,8 @@ class LoadFigures:
             "modality": group[1],
             "tokens": None if tokens is None else int(tokens.max()),
             "assignments": None if shares else int(loads.sum()),
-            "pooled_device_peak_to_mean": float(peaks.sum() / means.sum()) if means.any() else None,
+            "device_peak_to_mean": self._group_busiest[group] / means.sum() if mean else None,
+            "pooled_device_peak_to_mean": float(peaks.sum() / means.sum()) if mean else None,
         }
 
 

@@ -178,6 +178,8 @@ class _Check:
         header, tensors = self.header, self.tensors
         batches = tensors["starts"].shape[0] - 1
         self.shape("group_codes", [None, 2])
+        self.codes("group_codes", len(PHASES), column=0)
+        self.codes("group_codes", len(MODALITIES), column=1)
         groups = tensors["group_codes"].shape[0]
         self.shape("counts", [batches, layers, groups, header.experts])
         if "rows" in tensors:
@@ -198,10 +200,11 @@ class _Check:
         if len(shape) != len(wanted) or not all(fits):
             self.refuse(name, f"has shape {shape}", _sizes(wanted))
 
-    def codes(self, name: str, count: int) -> None:
-        """Refuse codes that name nothing."""
+    def codes(self, name: str, count: int, column: int | None = None) -> None:
+        """Refuse codes, of one column where that is said, that name nothing."""
         if name in self.tensors:
             codes = self.tensors[name]
+            codes = codes if column is None else codes[:, column]
             if bool(((codes >= count) & (codes != UNKNOWN)).any()):
                 self.refuse(name, f"has a code above {count - 1}", f"0 to {count - 1} or {UNKNOWN}")
 

@@ -25,7 +25,7 @@ class LoadTable:
     Attributes:
         counts: [batches, layers, experts] int64 assignments, or float64 shares.
         tokens: [batches, layers] int64 valid tokens, None where unknown.
-        groups: phase and modality -> [layers, experts], summed over these batches.
+        groups: phase and modality -> [batches, layers, experts], of these rows alone.
         group_tokens: phase and modality -> [layers] int64 tokens, empty where unknown.
     """
 
@@ -72,10 +72,10 @@ def _of_choices(chunk: Chunk, header: Header) -> LoadTable:
         for code in np.unique(codes).tolist():
             group, own = group_name(code >> 8, code & 255), codes == code
             if group not in groups:
-                groups[group] = np.zeros((layers, experts), dtype=np.int64)
+                groups[group] = np.zeros((batches, layers, experts), dtype=np.int64)
                 group_tokens[group] = np.zeros(layers, dtype=np.int64)
-            chosen = np.where(offered, ids, experts)[own]
-            groups[group][layer] = np.bincount(chosen.ravel(), minlength=experts + 1)[:experts]
+            found = np.bincount(place[own].ravel(), minlength=batches * experts + 1)[:-1]
+            groups[group][:, layer] = found.reshape(batches, experts)
             group_tokens[group][layer] = int(own.sum())
     return LoadTable(counts, tokens, groups, group_tokens)
 
@@ -93,7 +93,7 @@ def _of_counts(chunk: Chunk, header: Header) -> LoadTable:
     group_tokens: dict[Group, Array] = {}
     for index, (phase, modality) in enumerate(chunk.group_codes.tolist()):
         group = group_name(phase, modality)
-        groups[group] = counts[:, :, index].sum(0)
+        groups[group] = counts[:, :, index]
         if rows is not None:
             group_tokens[group] = rows[:, :, index].sum(0)
     return LoadTable(counts.sum(2), tokens, groups, group_tokens)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.traces.format import MAX_EXPERTS, MAX_LAYERS, TraceError, read_bounded, shown
+from paceline.text import shortened
+from paceline.traces.format import MAX_EXPERTS, MAX_LAYERS, TraceError, read_bounded
 
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
@@ -103,5 +104,7 @@ def _first(parts: list[dict[str, Any]], names: tuple[str, ...]) -> int | None:
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
             if value is not None and not isinstance(value, list):
-                raise TraceError(f"the model's config has {name}={shown(value)}: expected is > 0.")
+                raise TraceError(
+                    f"the model's config has {name}={shortened(value)}: expected is > 0."
+                )
     return None

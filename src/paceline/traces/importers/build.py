@@ -177,6 +177,12 @@ def from_choices(
             f"{int(lost.sum())} rows of a layer name one expert {width} times or none: not "
             "captured, so they don't count in that layer"
         )
+    if weights is not None and not np.isfinite(weights[present]).all():
+        layer, token, _ = (int(i) for i in np.argwhere(~np.isfinite(weights) & present)[0])
+        raise TraceError(
+            f"{where}: token {token} has weights {weights[layer, token].tolist()}: allowed are "
+            "finite numbers."
+        )
     _check_repeats(table, present & ~empty[:, :, None], where)
     real = ~empty
     real = real[0] if (real == real[:1]).all() else real

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.traces.format import TraceError, shown
+from paceline.text import shortened
+from paceline.traces.format import TraceError
 from paceline.traces.importers.asked import Asked
 from paceline.traces.importers.build import from_choices, layer_names
 from paceline.traces.importers.texts import lines
@@ -54,14 +55,14 @@ def read_route_log(path: Path, where: str, asked: Asked) -> Trace:
         if not isinstance(chosen, list) or len(chosen) != k or not all(
             type(i) is int and -1 <= i < 1 << 31 for i in chosen
         ):  # fmt: skip
-            raise TraceError(f"{place}: topk_ids={shown(chosen)} are no {k} ids.")
+            raise TraceError(f"{place}: topk_ids={shortened(chosen)} are no {k} ids.")
         ids[layer].append(chosen)
         keys[layer].append((str(row.get("req_id")), token))
         if given is not None:
             if not isinstance(given, list) or len(given) != k or not all(
                 isinstance(w, int | float) for w in given
             ):  # fmt: skip
-                raise TraceError(f"{place}: topk_weights={shown(given)} are no {k} weights.")
+                raise TraceError(f"{place}: topk_weights={shortened(given)} are no {k} weights.")
             weights[layer].append(given)
     if not ids:
         raise TraceError(f'{path} has no line of type "route".')
@@ -116,5 +117,5 @@ def _restarts(order: list[tuple[str, int]]) -> list[int]:
 def _number(row: dict[str, Any], field: str, place: str) -> int:
     value = row.get(field)
     if type(value) is not int or not 0 <= value < 1 << 40:
-        raise TraceError(f"{place}: {field}={shown(value)} is no whole number.")
+        raise TraceError(f"{place}: {field}={shortened(value)} is no whole number.")
     return value

@@ -57,6 +57,10 @@ def read_arrays(arrays: Mapping[str, Array], where: str, asked: Asked) -> Trace:
         starts = np.cumsum([0, *lengths])
         facts["request"] = np.repeat(np.arange(len(lengths)), lengths)
         unit = "sample" if "sample_lengths" in arrays else "file"
+    if "token_request" in arrays:
+        facts["request"] = arrays["token_request"].astype(np.int64)
+        if facts["request"].shape != ids.shape[1:2]:
+            raise TraceError(f"{where}: token_request doesn't have one label a token.")
     indices = arrays.get("layers", np.arange(len(ids)))
     if indices.shape != (len(ids),) or indices.dtype.kind not in "iu":
         raise TraceError(f"{where}: layers has shape {list(indices.shape)}, not [{len(ids)}].")

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.traces.format import TraceError, shown
+from paceline.text import shortened
+from paceline.traces.format import TraceError
 from paceline.traces.importers.asked import Asked
 from paceline.traces.importers.build import from_counts, layer_names
 from paceline.traces.trace import Trace
@@ -56,7 +57,9 @@ def _prefetch(data: dict[str, Any], where: str, asked: Asked) -> Trace:
     for layer in data["layers"]:
         entries = layer.get("experts") if isinstance(layer, dict) else None
         if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
-            raise TraceError(f"{where}: layers hold {shown(layer)}: expected is a list of experts.")
+            raise TraceError(
+                f"{where}: layers hold {shortened(layer)}: expected is a list of experts."
+            )
         table[str(layer.get("layer_id"))] = {
             str(entry.get("expert_id")): entry.get("activations") for entry in entries
         }
@@ -105,7 +108,7 @@ def _fingerprint(data: dict[str, Any], where: str, asked: Asked) -> Trace:
     table = {}
     for layer, entries in data["think_expert_analytics"].items():
         if not isinstance(entries, dict):
-            raise TraceError(f"{where}: {layer} holds {shown(entries)}: expected is an object.")
+            raise TraceError(f"{where}: {layer} holds {shortened(entries)}: expected is an object.")
         table[layer.removeprefix("layer_")] = {
             expert: entry.get("count_frequency") if isinstance(entry, dict) else None
             for expert, entry in entries.items()
@@ -145,7 +148,7 @@ def _by_layer(
     model: str | None = None,
 ) -> Trace:  # fmt: skip
     if not isinstance(table, dict):
-        raise TraceError(f"{where}: layers are {shown(table)}: expected is an object.")
+        raise TraceError(f"{where}: layers are {shortened(table)}: expected is an object.")
     names, counts = _table(table, experts, where)
     return from_counts(
         counts[None], names, where=where, source=source, batches="file", k=k, asked=asked,
@@ -166,7 +169,7 @@ def _table(
     table = np.zeros((len(layers), experts))
     for layer, entries in layers.items():
         if not isinstance(entries, Mapping):
-            raise TraceError(f"{where}: layer {layer} holds {shown(entries)}, not its experts.")
+            raise TraceError(f"{where}: layer {layer} holds {shortened(entries)}, not its experts.")
         for expert, value in entries.items():
             index = _index(expert, "expert", where)
             if index >= experts:
@@ -175,8 +178,8 @@ def _table(
                 )
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TraceError(
-                    f"{where}: expert {expert} of layer {layer} has {shown(value)}: expected is a "
-                    "number."
+                    f"{where}: expert {expert} of layer {layer} has {shortened(value)}, which is "
+                    "no number."
                 )
             table[row[_index(layer, "layer", where)], index] = value
     return layer_names(indices), table
@@ -184,13 +187,13 @@ def _table(
 
 def _index(text: Any, what: str, where: str) -> int:
     if not isinstance(text, str) or not (text.isascii() and text.isdigit()) or len(text) > 9:
-        raise TraceError(f"{where}: {shown(text)} is no number of a {what}.")
+        raise TraceError(f"{where}: {shortened(text)} is no number of a {what}.")
     return int(text)
 
 
 def _whole(value: Any, field: str, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1 << 20:
-        raise TraceError(f"{where}: {field}={shown(value)} is not allowed: it is at least 1.")
+        raise TraceError(f"{where}: {field}={shortened(value)} is not allowed: it is at least 1.")
     return value
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.traces.format import MAX_HEADER_BYTES, TraceError, read_bounded, shown
+from paceline.text import shortened
+from paceline.traces.format import MAX_HEADER_BYTES, TraceError, read_bounded
 from paceline.traces.importers.asked import Asked
 from paceline.traces.importers.build import from_counts, layer_names
 from paceline.traces.trace import Trace
@@ -30,7 +31,7 @@ def read_statistic(folder: Path, asked: Asked) -> Trace:
         meta = json.loads(read_bounded(folder / META, MAX_HEADER_BYTES))
         experts, k = meta["num_experts"], meta["num_experts_per_token"]
         if type(experts) is not int or type(k) is not int or not 1 <= k <= experts <= 1 << 20:
-            raise KeyError(shown(meta))
+            raise KeyError(shortened(meta))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         if isinstance(error, TraceError):
             raise
@@ -53,7 +54,7 @@ def read_statistic(folder: Path, asked: Asked) -> Trace:
                     tensor = stored.get_slice(key)
                     if not match or tensor.get_shape() != [experts]:
                         raise TraceError(
-                            f"{path}: {shown(key)} has shape {tensor.get_shape()}: expected is "
+                            f"{path}: {shortened(key)} has shape {tensor.get_shape()}: expected is "
                             f"ITERATION_LAYER with [{experts}]."
                         )
                     place = int(match[1]), int(match[2])

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.traces.format import TraceError, shown
+from paceline.text import shortened
+from paceline.traces.format import TraceError
 from paceline.traces.importers.asked import Asked
 from paceline.traces.importers.build import from_choices, from_counts, layer_names
 from paceline.traces.trace import Trace
@@ -168,7 +169,7 @@ def _whole_numbers(texts: list[str], count: int | None, path: Path, number: int)
     fine = all(text.isascii() and text.isdigit() and len(text) < 18 for text in stripped)
     if not fine or count not in (None, len(texts)):
         raise TraceError(
-            f"{path}, line {number}: {shown(','.join(texts))} are no "
+            f"{path}, line {number}: {shortened(','.join(texts))} are no "
             f"{count or 'whole'} numbers."
         )  # fmt: skip
     return [int(text) for text in stripped]

@@ -17,7 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from paceline.traces.format import PHASES, UNKNOWN, TraceError, shown
+from paceline.text import shortened
+from paceline.traces.format import PHASES, UNKNOWN, TraceError
 from paceline.traces.importers.arrays import check_zip
 from paceline.traces.importers.asked import Asked
 from paceline.traces.importers.build import from_choices, from_counts, layer_names
@@ -40,6 +41,7 @@ def read_recording(paths: Sequence[Path], where: str, asked: Asked) -> Trace:
         TraceError: if torch is too old, a file is none of the recorder's, or ranks don't fit.
     """
     loaded = [_load(path) for path in paths]
+    _check_ranks(loaded, paths, where)
     if all("logical_count" in data for data in loaded):
         return _stat(loaded, where, asked)
     if not all(isinstance(data.get("records"), list) and data["records"] for data in loaded):
@@ -50,6 +52,22 @@ def read_recording(paths: Sequence[Path], where: str, asked: Asked) -> Trace:
     if "topk_ids_of_layer" in _record(loaded[0]["records"][0], where):
         return _per_token(loaded, where, asked)
     return _per_pass(loaded, where, asked)
+
+
+def _check_ranks(loaded: list[dict[str, Any]], paths: Sequence[Path], where: str) -> None:
+    """Refuse files that can't be the ranks of one recording."""
+    seen: dict[int, Path] = {}
+    for data, path in zip(loaded, paths, strict=True):
+        records = data.get("records")
+        holders = records if isinstance(records, list) else [data]
+        ranks = {_whole(holder, "rank") for holder in holders if isinstance(holder, dict)}
+        for rank in ranks:
+            if rank in seen:
+                raise TraceError(
+                    f"{where}: {seen[rank].name} and {path.name} are both of rank {rank}, so not "
+                    "of one recording."
+                )
+            seen[rank] = path
 
 
 def ranks_of(path: Path) -> list[Path]:
@@ -87,7 +105,7 @@ def _load(path: Path) -> dict[str, Any]:
             raise
         raise TraceError(
             f"{path} can't be read without running code from it (torch.load, weights_only): "
-            f"{shown(str(error).splitlines()[0] if str(error) else type(error).__name__)}."
+            f"{shortened(str(error).splitlines()[0] if str(error) else type(error).__name__)}."
         ) from None
     if not isinstance(data, dict):
         raise TraceError(f"{path} is no recording of SGLang: it holds a {type(data).__name__}.")
@@ -96,11 +114,15 @@ def _load(path: Path) -> dict[str, Any]:
 
 def _stat(loaded: list[dict[str, Any]], where: str, asked: Asked) -> Trace:
     """logical_count [steps, hidden layers, experts]; unused steps are zero, order may wrap."""
-    counts = sum(_array(data["logical_count"], 3, "logical_count", where) for data in loaded)
-    assert isinstance(counts, np.ndarray)
+    parts = [_array(data["logical_count"], 3, "logical_count", where) for data in loaded]
+    if len({part.shape for part in parts}) > 1:
+        raise TraceError(f"{where}: ranks differ in the shape of logical_count.")
+    counts: Array = np.sum(parts, axis=0)
     asked.agrees("experts", counts.shape[2], where)
     used = np.asarray(counts.any((1, 2)))
     notes = [] if asked.world_size else [TENSOR_PARALLEL]
+    if len(parts) > 1:
+        notes.append(f"the sum of {len(parts)} ranks")
     if not used.all():
         notes.append(f"{int((~used).sum())} of {len(used)} steps are unused: left out")
     notes.append("the recorder's buffer may have wrapped: the order of steps isn't known")
@@ -120,7 +142,9 @@ def _per_pass(loaded: list[dict[str, Any]], where: str, asked: Asked) -> Trace:
             counts = _array(record.get("global_physical_count"), 2, "global_physical_count", where)
             number = record.get("forward_pass_id")
             if type(number) is not int:
-                raise TraceError(f"{where}: forward_pass_id={shown(number)} is no whole number.")
+                raise TraceError(
+                    f"{where}: forward_pass_id={shortened(number)} is no whole number."
+                )
             ranks.add(record.get("rank"))
             if any(other.shape != counts.shape for other in total.values()):
                 raise TraceError(f"{where}: passes or ranks differ in layers or slots.")
