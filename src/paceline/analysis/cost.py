@@ -34,6 +34,9 @@ class LayerShape:
 
     Raises:
         ValueError: if a size is below 1, or the precision is unknown.
+
+    >>> LayerShape(hidden=2048, expert_size=1024, experts=64, k=8).expert_bytes / 2**20
+    12.0
     """
 
     hidden: int
@@ -224,7 +227,12 @@ def padded_rows(rows: Loads, tile: int) -> Loads:
 
 
 def gate_seconds(tokens: Loads, shape: LayerShape, hardware: Hardware) -> Loads:
-    """[batches] tokens of a device -> seconds of its router: one product, and reading its input."""
+    """[batches] tokens of a device -> seconds of its router: one product, and reading its input.
+
+    >>> from paceline.analysis.hardware import PRESETS
+    >>> bool(gate_seconds(np.zeros(1), LayerShape(2048, 1024, 64, 8), PRESETS["h100"])[0] == 5e-6)
+    True
+    """
     wide = BYTES["fp32"] if shape.precision == "fp32" else BYTES["bf16"]
     product = tokens * 2 * shape.hidden * shape.experts / hardware.flops
     return np.asarray(hardware.launch + product + tokens * shape.hidden * wide / hardware.memory)
@@ -235,6 +243,10 @@ def exchange_seconds(received: Loads, devices: int, hardware: Hardware) -> Loads
 
     What comes from devices of its own machine and from others comes at once, over links of their
     own; the slower of the two counts.
+
+    >>> from paceline.analysis.hardware import PRESETS
+    >>> round(float(exchange_seconds(np.array([376e6]), 8, PRESETS["h100"])[0]) * 1e3, 2)  # ms
+    1.02
     """
     if devices == 1:
         return np.zeros_like(received)

@@ -42,6 +42,12 @@ class Hardware:
         activations: bytes/s of what is read and written for each row; 0: as `memory`.
         precision: the one that was measured; "": any that it computes in.
         source: where the figures are from.
+
+    Raises:
+        ValueError: if a rate is not above 0, or a time below it.
+
+    >>> Hardware("mine", flops=1e15, memory=3e12, memory_size=8e10, link=4e11).tile
+    128
     """
 
     name: str

@@ -44,6 +44,9 @@ class Wanted:
         replicas: slots a layer beyond one an expert.
         groups: expert groups of a group-limited router.
         nodes: machines, each with whole groups; None: groups stay whole in order.
+
+    >>> Wanted(devices=4, groups=2).shape(experts=8).cells
+    2
     """
 
     devices: int
@@ -64,6 +67,11 @@ class Balance:
     Attributes:
         busiest: [layers] rows of the busiest device.
         means: [layers] mean rows of a device.
+
+    >>> balance = Balance()
+    >>> balance.add(0, np.array([[3.0, 1.0], [1.0, 3.0]]))
+    >>> balance.overall
+    1.5
     """
 
     busiest: list[float] = field(default_factory=list)
@@ -180,7 +188,19 @@ def _ways(loads: Loads, wanted: Wanted) -> dict[str, ExpertMap]:
 
 
 def judged(ways: Mapping[str, Sequence[ExpertMap]], trace: Trace, part: Part) -> dict[str, Any]:
-    """What ways of placing give on some batches, as JSON-able values."""
+    """What ways of placing give on some batches, as JSON-able values.
+
+    Args:
+        ways: name -> map of each layer; "in_order" is what gains refer to.
+        trace: whose batches.
+        part: which of them.
+
+    >>> from paceline.traces import sample
+    >>> maps = [ExpertMap.contiguous(32, 8)] * 6
+    >>> said = judged({"in_order": maps}, sample("gpt_oss_20b_decode"), Part(0, 9))
+    >>> said["ways"]["in_order"]["gain"]
+    1.0
+    """
     balances = {name: Balance() for name in ways}
     for loads, _ in batch_loads(trace, part):
         for name, maps in ways.items():
@@ -212,7 +232,14 @@ def _check_alike(trace: Trace, judge: Trace) -> None:
 
 
 def verdict(result: Mapping[str, Any]) -> list[str]:
-    """What the figures mean, in sentences."""
+    """What the figures of `place` mean, in sentences.
+
+    >>> ways = {"search": {"overall": 1.0}, "in_order": {"overall": 1.5}}
+    >>> parts = {"same_batches": {"ways": ways}, "second_half": None, "other_trace": None}
+    >>> one = {"replicas": 0, **parts}
+    >>> verdict(one)[0].endswith("one batch can't tell what others would give.")
+    True
+    """
     chosen = "search_replicas" if result["replicas"] else "search"
     halves, other = result["second_half"], result["other_trace"]
     lines = []

@@ -21,6 +21,13 @@ class Goal:
         max_mass_loss: share of the gate mass that a cap may lose.
         min_gain: share of the step's MoE time below which nothing is worth it.
         pool: of a cap.
+
+    Raises:
+        ValueError: if a share is outside [0, 1), or the pool is unknown.
+
+    >>> from paceline.analysis.hardware import PRESETS
+    >>> Goal(Wanted(8), LayerShape(2048, 1408, 64, 6), PRESETS["h20"]).min_expert_load
+    8
     """
 
     wanted: Wanted

@@ -37,7 +37,13 @@ class Fitted:
 
 
 def fitted(trace: Trace, part: Part, wanted: Wanted) -> Fitted:
-    """The searched maps of some batches."""
+    """The searched maps of some batches, to be judged on others.
+
+    >>> from paceline.traces import sample
+    >>> found = fitted(sample("gpt_oss_20b_decode"), Part(0, 8), Wanted(devices=8))
+    >>> len(found.alone), found.copied
+    (6, [])
+    """
     pieces = pieces_of(trace, part)
     alone = [search_map(loads, wanted.shape(loads.shape[1], 0)) for loads in pieces]
     copies = pieces if wanted.replicas else []
@@ -131,7 +137,12 @@ def _said(costs: Costs, base: float) -> dict[str, Any]:
 
 
 def layer_plan(trace: Trace, maps: Sequence[ExpertMap], policies: Sequence[CapacityPolicy]) -> Plan:
-    """As a file; what is the same in all layers is said once."""
+    """Maps and policies as a plan; what is the same in all layers is said once.
+
+    >>> from paceline.traces import sample
+    >>> layer_plan(sample("gpt_oss_20b_decode"), [ExpertMap.contiguous(32, 8)] * 6, []).placements
+    (8,)
+    """
     contiguous = all(own.slots == tuple(range(own.num_experts)) for own in maps)
     placements = (maps[0].num_devices,) if contiguous else tuple(own.placement for own in maps)
     ks = {layer.k for layer in trace.header.layers}
@@ -146,6 +157,11 @@ def layer_plan(trace: Trace, maps: Sequence[ExpertMap], policies: Sequence[Capac
 
 
 def in_order(maps: Sequence[ExpertMap]) -> list[ExpertMap]:
+    """As many experts on as many devices, nobody having placed them.
+
+    >>> in_order([ExpertMap((1, 0), 2, 2)])[0].slots
+    (0, 1)
+    """
     return [ExpertMap.contiguous(own.num_experts, own.num_devices) for own in maps]
 
 

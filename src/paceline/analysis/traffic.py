@@ -32,6 +32,9 @@ class Part:
     Attributes:
         first: number of the first one.
         end: number after the last one.
+
+    >>> Part(first=0, end=4)
+    Part(first=0, end=4)
     """
 
     first: int

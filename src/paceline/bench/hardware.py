@@ -94,6 +94,9 @@ def measure(
 
     Returns:
         The timings, size by size.
+
+    >>> [t.shape.hidden for t in measure([(32, 16)], means=(1, 2), rounds=1)]
+    [32, 32]
     """
     rng = random.Random(seed)
     cases = [case for hidden, size in sizes for case in _cases(hidden, size, means, rng)]
@@ -176,6 +179,14 @@ def fit(
 
     Raises:
         ValueError: for fewer than 8 timings.
+
+    >>> sizes = [(256, 128 * n) for n in range(1, 9)]
+    >>> ideal = Hardware("x", flops=1e12, memory=1e11, memory_size=1e9, link=1e9, tile=1)
+    >>> shapes = [LayerShape(*size, 8, 1, "fp32") for size in sizes]
+    >>> rows = [(10 * n, 3, n) for n in range(1, 9)]
+    >>> seen = [Timing(s, r, float(device_seconds([r], s, ideal)[0])) for s, r in zip(shapes, rows)]
+    >>> max(map(abs, fit(seen).errors)) < 1e-3
+    True
     """
     if len(timings) < 8:
         raise ValueError(f"{len(timings)} timings are not allowed: a fit needs at least 8.")

@@ -34,6 +34,9 @@ class ExpertLayer:
         name: module that holds experts and router, as the checkpoint names it.
         num_experts: experts of the layer.
         tensors: every tensor that follows the experts, and how.
+
+    >>> ExpertLayer("layers.0.mlp", 2, {"layers.0.mlp.gate.weight": "rows"}).num_experts
+    2
     """
 
     name: str

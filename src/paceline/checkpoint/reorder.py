@@ -98,6 +98,15 @@ def reorder(
     Raises:
         ValueError: if the maps don't fit the checkpoint, or it can't be reordered.
         OSError: if the folder can't be written.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from paceline.checkpoint.folder import open_checkpoint
+    >>> from paceline.demo.assets import MODEL_FOLDER
+    >>> turned = ExpertMap(tuple(reversed(range(32))), num_experts=32, num_devices=8)
+    >>> with TemporaryDirectory() as parent:
+    ...     reorder(open_checkpoint(MODEL_FOLDER), [turned], Path(parent) / "turned")
+    ...     print((Path(parent) / "turned" / ORDER_FILE).is_file())
+    True
     """
     orders = _orders(checkpoint, maps)
     if out.exists():
