@@ -120,7 +120,7 @@ def test_place_and_cap_where_both_pay() -> None:
     assert ways["place and cap"]["gain"] > max(ways["place"]["gain"], ways["cap"]["gain"])
     assert plan.policies
     assert len(plan.placements) == 2
-    others = {v["change"]: v for v in said["second_half"]["variants"]}
+    others = {v["change"]: v for v in said["variants"]}
     assert set(others) == {"keep=weight", "keep=first"} | (
         {"min_expert_load=0"} if goal().min_expert_load else set()
     )
@@ -285,3 +285,24 @@ def test_counts_are_not_enough(tmp_path: Path) -> None:
     )
     assert ran.exit_code == 2
     assert "not what each token chose" in ran.stderr
+
+
+def test_no_cap_loses_more_than_asked_for_where_it_is_judged() -> None:
+    """Chosen where loads were even, caps cost more where they are not: tighter ones are taken."""
+
+    def calm(rng: np.random.Generator, batch: int) -> np.ndarray:
+        return np.repeat([1.3, 1.0], 8)
+
+    most = 0.02
+    _, said = make_plan(made(calm), goal(max_mass_loss=most), judge=made(moody))
+    part = said["other_trace"]
+    chosen = [
+        point
+        for point in part["frontier"]
+        if point["placement"] == "in_order" and point["budget"] == most
+    ]
+    assert chosen[0]["gate_mass_lost"] > most  # what was chosen loses too much here
+    assert said["budgets"]["in_order"] is None or said["budgets"]["in_order"] < most
+    for way in ("cap", "place and cap"):
+        assert part["ways"][way]["gate_mass_lost"] <= most
+    assert any("gate mass" in line for line in said["verdict"])

@@ -18,8 +18,10 @@ from paceline.policy import CapacityPolicy
 from paceline.traces import Trace
 
 Progress = Callable[[int, int, str], None]
+Chosen = Mapping[str, Mapping[float, list[CapacityPolicy]]]
+"""Placement ("in_order" or "placed") -> budget of gate mass -> policy of each layer."""
 
-BUDGETS = (0.0025, 0.005, 0.01, 0.02, 0.05, 0.1)
+BUDGETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1)
 """Shares of gate mass at which the frontier is drawn."""
 
 
@@ -50,50 +52,95 @@ def fitted(trace: Trace, part: Part, wanted: Wanted) -> Fitted:
     return Fitted(alone, [search_map(loads, wanted.shape(loads.shape[1])) for loads in copies])
 
 
-def judged(
-    trace: Trace,
-    found: Fitted,
-    chosen: Mapping[str, Mapping[float, list[CapacityPolicy]]],
-    goal: Goal,
-    steps: Steps,
-) -> dict[str, Any]:
-    """What every way costs on batches that took no part in choosing it, as JSON-able values."""
-    maps = found.alone
-    ways = {
-        "nothing": layer_plan(trace, in_order(maps), []),
-        "cap": layer_plan(trace, in_order(maps), chosen["in_order"][goal.max_mass_loss]),
-        "place": layer_plan(trace, maps, []),
-        "place and cap": layer_plan(trace, maps, chosen["placed"][goal.max_mass_loss]),
-    }
-    frontier = {
-        f"{base} {budget}": layer_plan(
-            trace, maps if base == "placed" else in_order(maps), chosen[base][budget]
-        )
-        for base in chosen
-        for budget in BUDGETS
-    }
-    best = chosen["placed"][goal.max_mass_loss]
-    variants = {
-        name: layer_plan(trace, maps, [p.replace(**change) if p.caps else p for p in best])
-        for name, change in _variants(trace, best).items()
-    }
-    every = ways | frontier | variants
-    costs = plan_costs(trace, every, goal.shape, goal.hardware, steps.of("judged"))
-    base = sum(costs["nothing"].seconds)
+def judged(trace: Trace, found: Fitted, chosen: Chosen, goal: Goal, steps: Steps) -> dict[str, Any]:
+    """What every way costs on batches that took no part in choosing it, as JSON-able values.
+
+    `take` adds the ways with caps, once it is known which of the frontier's are taken.
+    """
+    maps = {"in_order": in_order(found.alone), "placed": found.alone}
+    plans = {base: layer_plan(trace, own, []) for base, own in maps.items()}
+    points = [(base, budget) for base in maps for budget in sorted(chosen[base])]
+    plans |= {f"{b} {x}": layer_plan(trace, maps[b], chosen[b][x]) for b, x in points}
+    costs = plan_costs(trace, plans, goal.shape, goal.hardware, steps.of("judged"))
+    base = sum(costs["in_order"].seconds)
     out: dict[str, Any] = {
         "batches": count_batches(trace),
-        "ways": {name: _said(costs[name], base) for name in ways},
+        "ways": {
+            "nothing": _said(costs["in_order"], base),
+            "place": _said(costs["placed"], base),
+        },
         "frontier": [
-            {"placement": name.split()[0], "budget": float(name.split()[1])}
-            | _said(costs[name], base)
-            for name in frontier
+            {"placement": b, "budget": x} | _said(costs[f"{b} {x}"], base) for b, x in points
         ],
-        "variants": [{"change": name} | _said(costs[name], base) for name in variants],
-        "perfect_balance_gain": base / sum(costs["nothing"].balanced) - 1,
+        "perfect_balance_gain": base / sum(costs["in_order"].balanced) - 1,
     }
     if goal.wanted.replicas:
         out["ways"]["replicas"] = _replicated(trace, found.copied, goal, base, steps)
     return out
+
+
+def within(part: Mapping[str, Any], placement: str, most: float) -> float | None:
+    """The largest budget whose caps lose at most so much on what they are judged on.
+
+    Caps that lost little where they were chosen may lose more elsewhere. None: none is within.
+
+    >>> point = {"placement": "placed", "budget": 0.01, "gate_mass_lost": 0.02}
+    >>> within({"frontier": [point]}, "placed", most=0.01) is None
+    True
+    """
+    budgets = [
+        point["budget"]
+        for point in part["frontier"]
+        if point["placement"] == placement
+        and point["budget"] <= most
+        and (point["gate_mass_lost"] or 0.0) <= most
+    ]
+    return max(budgets, default=None)
+
+
+def take(part: dict[str, Any], budgets: Mapping[str, float | None]) -> None:
+    """Add "cap" and "place and cap" to the ways of a part: the frontier's points that are taken.
+
+    Args:
+        part: from `judged`.
+        budgets: placement -> budget, None: no cap.
+    """
+    alone = {"in_order": "nothing", "placed": "place"}
+    for name, base in (("cap", "in_order"), ("place and cap", "placed")):
+        points = [
+            {key: value for key, value in point.items() if key not in ("placement", "budget")}
+            for point in part["frontier"]
+            if (point["placement"], point["budget"]) == (base, budgets[base])
+        ]
+        part["ways"][name] = points[0] if points else part["ways"][alone[base]]
+
+
+def variants(
+    trace: Trace,
+    maps: Sequence[ExpertMap],
+    policies: Sequence[CapacityPolicy],
+    base: float,
+    goal: Goal,
+    steps: Steps,
+) -> list[dict[str, Any]]:
+    """What other settings of the chosen caps would give on the same batches.
+
+    Args:
+        trace: whose batches.
+        maps: of each layer.
+        policies: of each layer.
+        base: microseconds of a step with nothing done, to which gains refer.
+        goal: shape and hardware.
+        steps: progress.
+    """
+    plans = {
+        name: layer_plan(trace, maps, [p.replace(**change) if p.caps else p for p in policies])
+        for name, change in _variants(trace, policies).items()
+    }
+    if not plans:
+        return []
+    costs = plan_costs(trace, plans, goal.shape, goal.hardware, steps.of("other settings"))
+    return [{"change": name} | _said(costs[name], base / 1e6) for name in plans]
 
 
 def _variants(trace: Trace, policies: Sequence[CapacityPolicy]) -> dict[str, dict[str, Any]]:

@@ -11,8 +11,9 @@ Ways = Mapping[str, Mapping[str, Any]]
 def verdict(result: Mapping[str, Any]) -> tuple[str, list[str]]:
     """("nothing", "place", "cap" or "place and cap", why), from what was judged.
 
-    Placement is taken if it gains enough, since it loses nothing; a cap on top of that if it gains
-    enough again. Where there is a second traffic that one decides: it is what a half can't tell.
+    Placement is taken if it gains enough, since it loses nothing: on the traffic it is judged on,
+    or on its own where it slows the other one down by nothing. A cap is taken on top of that if it
+    gains enough again where it is judged: on the second traffic, if there is one.
     """
     part = result["other_trace"] or result["second_half"]
     decision, lines = _decide(part, result)
@@ -33,11 +34,16 @@ def verdict(result: Mapping[str, Any]) -> tuple[str, list[str]]:
             "Judged on the second half of the same traffic, which can't tell what happens when "
             "traffic turns: give a second trace with --judge."
         )
-    loss = part["ways"][decision if "cap" in decision else "nothing"]["gate_mass_lost"] or 0.0
-    if loss > result["max_mass_loss"]:
+    budget = result["budgets"]["in_order" if decision == "cap" else "placed"]
+    if budget is None:
         lines.append(
-            f"That is more than the {result['max_mass_loss']:.1%} of the gate mass asked for: the "
-            "caps were chosen on other batches, which lost less."
+            f"Every cap that was chosen loses more than {result['max_mass_loss']:.1%} of the gate "
+            "mass here, if not where it was chosen."
+        )
+    elif budget < result["max_mass_loss"]:
+        lines.append(
+            f"Its caps were chosen to lose at most {budget:.2%}: with looser ones more than "
+            f"{result['max_mass_loss']:.1%} would be lost here."
         )
     replicas = part["ways"].get("replicas")
     if replicas is not None:
@@ -58,7 +64,7 @@ def verdict(result: Mapping[str, Any]) -> tuple[str, list[str]]:
 def _decide(part: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[str, list[str]]:
     ways, least = part["ways"], result["min_gain"]
     ceiling, base = part["perfect_balance_gain"], ways["nothing"]
-    if ceiling < least:
+    if ceiling < least and result["other_trace"] is None:
         share = base["stages"]["experts"] / base["microseconds"]
         return "nothing", [
             f"Not worth it: perfect balance would gain {ceiling:.1%} of a step of "
@@ -73,7 +79,8 @@ def _decide(part: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[str, li
     loss = both["gate_mass_lost"]
     more = (1 + both["gain"]) / (1 + place["gain"]) - 1
     lines.append(f"Placement alone gains {place['gain']:.1%} and loses nothing.")
-    if place["gain"] >= least:
+    own = result["second_half"]["ways"]["place"]["gain"]
+    if place["gain"] >= least or (own >= least and place["gain"] >= 0):
         if more >= least:
             return "place and cap", [
                 *lines,

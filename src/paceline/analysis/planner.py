@@ -14,7 +14,17 @@ from typing import Any
 from paceline.analysis.expert_map import ExpertMap
 from paceline.analysis.plan_cost import plan_costs
 from paceline.analysis.plan_goal import Goal
-from paceline.analysis.plan_judge import BUDGETS, Steps, fitted, in_order, judged, layer_plan
+from paceline.analysis.plan_judge import (
+    BUDGETS,
+    Steps,
+    fitted,
+    in_order,
+    judged,
+    layer_plan,
+    take,
+    variants,
+    within,
+)
 from paceline.analysis.plan_words import verdict
 from paceline.analysis.traffic import Part, batches_of, count_batches, picked, spread_over
 from paceline.plan import Plan
@@ -74,7 +84,7 @@ def make_plan(
         )
     half = batches // 2
     parts = 1 + bool(goal.wanted.replicas)
-    steps = Steps(progress, 2 + parts * (1 if judge is None else 2))
+    steps = Steps(progress, 3 + parts * (1 if judge is None else 2))
     first = fitted(cut, Part(0, half), goal.wanted)
     fit_trace = picked(cut, spread_over(Part(0, half), MAX_BATCHES))
     options = _options(trace, goal)
@@ -101,6 +111,7 @@ def make_plan(
         "second_half": judged(rest, first, chosen, goal, steps),
         "other_trace": None,
     }
+    deciding, seen, maps = result["second_half"], rest, first.alone
     whole = fitted(cut, Part(0, batches), goal.wanted)
     if judge is not None:
         _check(judge, goal)
@@ -110,14 +121,23 @@ def make_plan(
             "trace": judge.where,
             **judged(part, whole, chosen, goal, steps),
         }
+        deciding, seen, maps = result["other_trace"], part, whole.alone
+    budgets = {base: within(deciding, base, goal.max_mass_loss) for base in chosen}
+    taken = {
+        base: [] if budget is None else chosen[base][budget] for base, budget in budgets.items()
+    }
+    result["budgets"] = budgets
+    for judged_part in (result["second_half"], result["other_trace"]):
+        if judged_part is not None:
+            take(judged_part, budgets)
+    result["variants"] = variants(
+        seen, maps, taken["placed"], deciding["ways"]["nothing"]["microseconds"], goal, steps
+    )
     result["decision"], result["verdict"] = verdict(result)
-    policies = {
-        "cap": chosen["in_order"][goal.max_mass_loss],
-        "place and cap": chosen["placed"][goal.max_mass_loss],
-    }.get(result["decision"], [])
-    placed = result["decision"] in ("place", "place and cap")
-    maps = whole.alone if placed else in_order(whole.alone)
-    return layer_plan(trace, maps, policies), result
+    base = "placed" if result["decision"] in ("place", "place and cap") else "in_order"
+    policies = taken[base] if "cap" in result["decision"] else []
+    final = whole.alone if base == "placed" else in_order(whole.alone)
+    return layer_plan(trace, final, policies), result
 
 
 def _choose(

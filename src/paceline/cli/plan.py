@@ -118,8 +118,8 @@ def _show(result: Mapping[str, Any]) -> None:
             console.print(_ways(result[name], f"{title}, on {result['hardware']} x "
                                 f"{result['devices']}"))  # fmt: skip
             console.print(_frontier(result[name]))
-            if result[name]["variants"]:
-                console.print(_variants(result[name]))
+    if result["variants"]:
+        console.print(_variants(result))
     for note in result["notes"]:
         console.print(f"Note: {note}", markup=False)
     console.print(f"Decision: {result['decision']}", style="bold")
@@ -174,13 +174,13 @@ def _frontier(part: Mapping[str, Any]) -> Any:
     return table
 
 
-def _variants(part: Mapping[str, Any]) -> Any:
+def _variants(result: Mapping[str, Any]) -> Any:
     """What other settings of the chosen caps would give."""
     table = _table("Place and cap, with another setting")
     table.add_column("setting", no_wrap=True)
     for name in ("gain", "dropped", "mass lost"):
         table.add_column(name, justify="right")
-    for point in part["variants"]:
+    for point in result["variants"]:
         table.add_row(
             point["change"],
             f"{point['gain']:+.1%}",
