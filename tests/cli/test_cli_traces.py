@@ -45,7 +45,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_help_of_every_verb_has_examples() -> None:
-    for verb in ("record", "simulate"):
+    for verb in ("record", "import", "simulate"):
         result = run(verb, "--help")
         assert result.exit_code == 0
         assert f"paceline {verb}" in result.stdout.split("Examples:")[1]
@@ -92,6 +92,16 @@ def test_loads_of_another_programs_file(tmp_path: Path) -> None:
         assert result.exit_code == 0, result.stderr
         wanted = trace_loads(open_trace(COMPLETION, Asked(experts=64)), 8)
         assert json.loads(result.stdout)["layers"] == json.loads(json.dumps(wanted["layers"]))
+
+
+def test_an_imported_trace_needs_no_telling(tmp_path: Path) -> None:
+    result = run("import", COMPLETION, "--experts", "64", "--out", tmp_path / "trace")
+    assert result.exit_code == 0, result.stderr
+    assert "choices of 4 layers of 64 experts, 1 batch (request), 40 tokens" in result.stdout
+    assert "Note: layer 0: no row names two experts" in result.stdout
+    found = json.loads(run("loads", tmp_path / "trace", "--json").stdout)
+    wanted = trace_loads(open_trace(COMPLETION, Asked(experts=64)), 8)
+    assert found["layers"] == json.loads(json.dumps(wanted["layers"]))
 
 
 def test_loads_of_a_trace_on_a_plans_placement(tmp_path: Path) -> None:
@@ -190,6 +200,8 @@ BAD = {
         ["record", "demo", "--out", "{tmp}/t", "--prompts", "x", "--max-new-tokens", "0"],
         "at least 1",
     ),
+    "import into use": (["import", "{counts}", "--out", "{counts}"], "holds something"),
+    "import of nothing": (["import", "{tmp}/none", "--out", "{tmp}/t"], "there is no trace"),
     "a pickle": (["loads", "{tmp}/p"], "is a pickle"),
 }  # fmt: skip
 

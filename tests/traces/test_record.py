@@ -158,9 +158,12 @@ def test_forwards_of_several_threads_are_kept_apart(demo: Any, tmp_path: Path) -
 def test_a_recording_that_cant_go_on_leaves_the_model_alone(demo: Any, tmp_path: Path) -> None:
     model, tokenizer = demo
     batch = prompts(tokenizer, [5])
+    with torch.no_grad():
+        untouched = model(**batch).logits
     with attach(model) as pace, torch.no_grad():
         recorder = Recorder(pace, tmp_path / "t", "choices", chunk_bytes=1)
         wanted = model(**batch).logits
+        assert torch.equal(wanted, untouched)
         (tmp_path / "t").rename(tmp_path / "gone")
         with pytest.warns(RecordingStoppedWarning, match="has stopped"):
             after = [model(**batch).logits for _ in range(3)]

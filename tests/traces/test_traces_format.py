@@ -19,6 +19,7 @@ from made_up_traces import count_trace, traces
 from safetensors.torch import load_file, save_file
 
 from paceline.traces import Trace, TraceError, TraceWriter, open_trace, sample, save_trace
+from paceline.traces import writer as writer_module
 from paceline.traces.chunk import joined
 from paceline.traces.loads import trace_loads
 
@@ -65,6 +66,14 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="holds something"):
         save_trace(count_trace(), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_chunk_that_no_reader_takes_isnt_written(tmp_path: Path, monkeypatch: Any) -> None:
+    limit = writer_module.MAX_HEADER_BYTES + 1000
+    monkeypatch.setattr(writer_module, "MAX_CHUNK_BYTES", limit)
+    with pytest.raises(TraceError, match="batches must be smaller"):
+        save_trace(sample("esft_v2lite_law"), tmp_path / "t")
+    assert not list((tmp_path / "t").glob("chunk*"))
 
 
 def test_an_unfinished_trace_is_read_and_says_so(tmp_path: Path) -> None:

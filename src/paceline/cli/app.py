@@ -9,6 +9,7 @@ import typer
 from paceline.cli.bench import bench
 from paceline.cli.calibrate_hardware import calibrate_hardware
 from paceline.cli.demo import demo
+from paceline.cli.import_trace import import_trace
 from paceline.cli.loads import loads
 from paceline.cli.place import place
 from paceline.cli.plan import plan
@@ -32,6 +33,7 @@ app.command()(plan)
 app.command()(reorder)
 app.command("calibrate-hardware")(calibrate_hardware)
 app.command()(record)
+app.command("import")(import_trace)
 app.command()(simulate)
 
 

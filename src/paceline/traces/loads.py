@@ -48,6 +48,10 @@ def placements_of(
 
     Raises:
         ValueError: if there are fewer experts than devices, or the placements don't fit the layers.
+
+    >>> from paceline.traces import sample
+    >>> [placement.sizes for placement in placements_of(sample("gpt_oss_20b_decode"), 4)][0]
+    (8, 8, 8, 8)
     """
     layers = trace.header.layers
     if isinstance(devices, int):

@@ -11,7 +11,16 @@ from pathlib import Path
 from types import TracebackType
 
 from paceline.traces.chunk import Chunk
-from paceline.traces.format import CHUNK_KEY, HEADER, Header, Layer, TraceError, chunk_name
+from paceline.traces.format import (
+    CHUNK_KEY,
+    HEADER,
+    MAX_CHUNK_BYTES,
+    MAX_HEADER_BYTES,
+    Header,
+    Layer,
+    TraceError,
+    chunk_name,
+)
 from paceline.traces.trace import Trace
 
 
@@ -28,6 +37,16 @@ class TraceWriter:
 
     Raises:
         TraceError: if the folder can't be made, or holds something.
+
+    >>> from pathlib import Path; from tempfile import TemporaryDirectory
+    >>> from paceline.traces import open_trace, sample
+    >>> trace = sample("esft_v2lite_law")
+    >>> with TemporaryDirectory() as folder:
+    ...     with TraceWriter(Path(folder) / "copy", trace.header) as writer:
+    ...         for chunk in trace.chunks:
+    ...             writer.add(chunk)
+    ...     print(writer.chunks)
+    1
     """
 
     def __init__(self, folder: Path, header: Header) -> None:
@@ -49,11 +68,17 @@ class TraceWriter:
         """Append a chunk of whole batches.
 
         Raises:
-            TraceError: if the disk doesn't take it.
+            TraceError: if the disk doesn't take it, or it is larger than a reader takes.
         """
         from safetensors.torch import save_file
 
         tensors = {name: tensor.contiguous() for name, tensor in chunk.tensors().items()}
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        if size > MAX_CHUNK_BYTES - MAX_HEADER_BYTES:
+            raise TraceError(
+                f"{self.folder}: a chunk has {size} bytes: allowed are {MAX_CHUNK_BYTES}, so "
+                "batches must be smaller, or of choices instead of scores."
+            )
         metadata = {CHUNK_KEY: self.header.identity, "chunk": str(self.chunks)}
         self._put(chunk_name(self.chunks), lambda path: save_file(tensors, path, metadata))
         self.chunks += 1

@@ -25,6 +25,12 @@ class Asked:
         layers: hidden layers of the model, dense ones included.
         world_size: how often every assignment was counted.
         physical: keep the engine's physical slots as experts, don't map them to logical ones.
+
+    Raises:
+        ValueError: if a number can't be, or k is more than experts.
+
+    >>> Asked(experts=64, k=6).needed("k", "file.txt", "how many experts a token has")
+    6
     """
 
     experts: int | None = None

@@ -26,7 +26,9 @@ def read_arrays(arrays: Mapping[str, Array], where: str, asked: Asked) -> Trace:
         TraceError: if shapes don't fit, or the number of experts is unknown.
     """
     ids, weights = arrays["topk_ids"], arrays.get("topk_weights")
-    if ids.ndim not in (3, 4) or ids.dtype.kind not in "iu" or not ids.size:
+    if ids.dtype.kind not in "iu":
+        raise TraceError(f"{where}: topk_ids are {ids.dtype}: allowed is an integer dtype.")
+    if ids.ndim not in (3, 4) or not ids.size:
         raise TraceError(
             f"{where}: topk_ids has shape {list(ids.shape)}: expected is [layers, tokens, k] or "
             "[layers, sequences, steps, k]."
@@ -55,18 +57,24 @@ def read_arrays(arrays: Mapping[str, Array], where: str, asked: Asked) -> Trace:
         ).any():  # fmt: skip
             raise TraceError(f"{where}: sample_lengths don't add up to the {tokens} tokens.")
         starts = np.cumsum([0, *lengths])
-        facts["request"] = np.repeat(np.arange(len(lengths)), lengths)
-        unit = "sample" if "sample_lengths" in arrays else "file"
+        unit = "file"
+        if "sample_lengths" in arrays:
+            facts["request"] = np.repeat(np.arange(len(lengths)), lengths)
+            unit = "sample"
     if "token_request" in arrays:
-        facts["request"] = arrays["token_request"].astype(np.int64)
-        if facts["request"].shape != ids.shape[1:2]:
-            raise TraceError(f"{where}: token_request doesn't have one label a token.")
+        labels = arrays["token_request"]
+        if labels.shape != ids.shape[1:2] or labels.dtype.kind not in "iu":
+            raise TraceError(
+                f"{where}: token_request is {labels.dtype} {list(labels.shape)}: allowed is a "
+                f"whole number for each of the {ids.shape[1]} tokens."
+            )
+        facts["request"] = labels.astype(np.int64)
     indices = arrays.get("layers", np.arange(len(ids)))
     if indices.shape != (len(ids),) or indices.dtype.kind not in "iu":
         raise TraceError(f"{where}: layers has shape {list(indices.shape)}, not [{len(ids)}].")
     model = str(arrays["model"]) if "model" in arrays and arrays["model"].ndim == 0 else None
     return from_choices(
-        ids.astype(np.int64), layer_names(indices.tolist()), where=where,
+        ids, layer_names(indices.tolist()), where=where,
         source="arrays topk_ids", experts=experts, starts=starts,
         batches="forward" if unit == "forward" else "sample" if unit == "sample" else "file",
         weights=weights, scores_are_weights=True, k=asked.k, facts=facts, model=model,

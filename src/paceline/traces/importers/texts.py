@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -120,24 +121,27 @@ def read_choice_table(path: Path, where: str, asked: Asked) -> Trace:
         TraceError: if a row can't be.
     """
     experts = asked.needed("experts", where, "how many experts a layer has")
-    rows: dict[int, list[list[int]]] = defaultdict(list)
+    rows: dict[int, array[int]] = defaultdict(lambda: array("q"))  # flat: there may be millions
+    k = 0
     for number, line in lines(path):
         if number == 1:
             continue
         layer, _, ids = line.rstrip("\r\n").partition(",")
-        rows[_whole_numbers([layer], 1, path, number)[0]].append(
-            _whole_numbers(ids.split(" "), None, path, number)
-        )
-    widths = {len(row) for layer in rows.values() for row in layer}
-    if len(widths) != 1:
-        raise TraceError(f"{path} has rows of {sorted(widths)} ids: expected is one k.")
-    tokens = min(map(len, rows.values()))
+        chosen = _whole_numbers(ids.split(" "), None, path, number)
+        k = k or len(chosen)
+        if len(chosen) != k:
+            raise TraceError(f"{path}, line {number} has {len(chosen)} ids: expected are {k}.")
+        rows[_whole_numbers([layer], 1, path, number)[0]].extend(chosen)
+    if not rows:
+        raise TraceError(f"{path} has no rows.")
+    tokens = min(map(len, rows.values())) // k
     notes = ["in the order of the file; batches aren't told; no weights"]
     if len({len(layer) for layer in rows.values()}) > 1:
         notes.append(f"cut to the {tokens} tokens that every layer has")
     indices = sorted(rows)
     return from_choices(
-        np.array([rows[i][:tokens] for i in indices], dtype=np.int64), layer_names(indices),
+        np.stack([np.array(rows[i]).reshape(-1, k)[:tokens] for i in indices]),
+        layer_names(indices),
         where=where, source="llama.cpp CSV of choices", experts=experts,
         starts=np.array([0, tokens]), batches="file", k=asked.k, notes=notes,
     )  # fmt: skip
