@@ -127,6 +127,7 @@ def reorder(
                     for name in names
                 }
                 save_file(tensors, made / shard, stored.metadata() or {"format": "pt"})
+            del tensors  # before the next shard is read
             if progress is not None:
                 progress(done, len(checkpoint.shards), shard)
         _copy_beside(checkpoint, made, new_name)
@@ -207,7 +208,9 @@ def _moved(tensor: Tensor, change: tuple[Tensor, Kind] | None) -> Tensor:
         return _moved(tensor.T, (order, "rows")).T.contiguous()
     if kind == "blocks":
         return tensor.reshape(len(order), -1, *tensor.shape[1:])[order].flatten(0, 1)
-    return torch.cat([tensor[order], tensor[len(order) :]])
+    moved = tensor[order]
+    rest = tensor[len(order) :]  # what the router scores beside experts
+    return torch.cat([moved, rest]) if len(rest) else moved
 
 
 def _mapped_ids(ids: Tensor, place_of: Tensor) -> Tensor:
