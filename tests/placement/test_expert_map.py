@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from paceline import ExpertPlacement
 from paceline.analysis.expert_map import ExpertMap, peak_to_mean, replica_bytes
 from paceline.analysis.expert_map_files import FORMS, layer_numbers, write_form
 
+SAMPLES = Path(__file__).resolve().parents[1] / "traces" / "samples"
 ALONE = ExpertMap((2, 0, 3, 1), num_experts=4, num_devices=2)
 COPIED = ExpertMap((3, 0, 1, 1, 2, 1), num_experts=4, num_devices=3)
 
@@ -83,6 +85,26 @@ def test_forms() -> None:
         hosted = [device["device_expert"] for device in layer["device_list"]]
         assert [e for experts in hosted for e in experts] == want[index]
         assert [device["device_id"] for device in layer["device_list"]] == [0, 1, 2]
+
+
+def test_forms_are_those_of_the_engines_files() -> None:
+    """Files in the formats that SGLang, TensorRT-LLM and vLLM Ascend read, written again."""
+    located = json.loads((SAMPLES / "sglang" / "init_expert_location.json").read_text())
+    rows = located["physical_to_logical_map"]
+    maps = {layer: ExpertMap(tuple(row), 64, 8) for layer, row in enumerate(rows)}
+    assert json.loads(write_form("sglang", maps, len(rows))[1]) == located
+    text = (SAMPLES / "trtllm" / "moe_load_balancer.yaml").read_text()
+    assigned = yaml.safe_load(text)["initial_global_assignments"]
+    maps = {layer: ExpertMap(tuple(row), 64, 8) for layer, row in assigned.items()}
+    assert write_form("tensorrt-llm", maps, 5)[1] == text
+    ascend = json.loads((SAMPLES / "vllm_ascend" / "expert_map.json").read_text())
+    maps = {
+        layer["layer_id"]: ExpertMap(
+            tuple(e for device in layer["device_list"] for e in device["device_expert"]), 64, 8
+        )
+        for layer in ascend["layer_list"]
+    }
+    assert json.loads(write_form("vllm-ascend", maps, 2)[1]) == ascend
 
 
 def test_forms_refuse_what_they_can_not_say() -> None:
