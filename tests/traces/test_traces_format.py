@@ -19,8 +19,10 @@ from made_up_traces import count_trace, traces
 from safetensors.torch import load_file, save_file
 
 from paceline.traces import Trace, TraceError, TraceWriter, open_trace, sample, save_trace
+from paceline.traces import trace as trace_module
 from paceline.traces import writer as writer_module
 from paceline.traces.chunk import joined
+from paceline.traces.importers import choices
 from paceline.traces.loads import trace_loads
 
 
@@ -279,7 +281,6 @@ def test_a_chunk_that_is_a_fifo_or_a_folder_is_refused(tmp_path: Path) -> None:
 def test_other_batches_hold_the_same_tokens_in_order(trace: Trace) -> None:
     for size in (1, 5, 1000):
         chunks = list(trace.regrouped(size).chunks)
-        assert len(chunks) <= len(trace.regrouped(size).chunks)
         sizes = [n for chunk in chunks for n in chunk.starts.diff().tolist()]
         assert all(n == size for n in sizes[:-1])
         assert all(0 < n <= size for n in sizes)
@@ -312,6 +313,23 @@ def test_joined_chunks_hold_what_the_parts_do(trace: Trace) -> None:
             part = getattr(whole, name)[:, at : at + chunk.tokens]
             assert torch.equal(part, getattr(chunk, name))
         at += chunk.tokens
+
+
+def test_long_traces_in_memory_come_in_parts(monkeypatch: Any) -> None:
+    """Cut at batches where there are any, else when they are made."""
+    whole = next(iter(sample("esft_v2lite_law").chunks))
+    monkeypatch.setattr(choices, "CHUNK_TOKENS", 1000)
+    parts = sample("esft_v2lite_law")
+    assert parts.header.chunks == len(parts.chunks) > 3
+    assert all(chunk.tokens <= 1000 for chunk in parts.chunks)
+    assert torch.equal(torch.cat([chunk.ids for chunk in parts.chunks], 1), whole.ids)
+    sizes = [n for chunk in parts.chunks for n in chunk.starts.diff().tolist()]
+    assert sizes == whole.starts.diff().tolist()
+    monkeypatch.setattr(trace_module, "CHUNK_TOKENS", 512)
+    regrouped = list(parts.regrouped(128).chunks)
+    assert max(chunk.tokens for chunk in regrouped) == 512
+    assert torch.equal(torch.cat([chunk.ids for chunk in regrouped], 1), whole.ids)
+    assert {n for chunk in regrouped for n in chunk.starts.diff().tolist()} == {128}
 
 
 def test_counts_cant_be_cut_into_other_batches() -> None:

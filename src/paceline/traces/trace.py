@@ -12,9 +12,12 @@ from torch import Tensor
 from paceline.traces.chunk import Chunk, joined
 from paceline.traces.format import Header
 
+CHUNK_TOKENS = 1 << 16
+"""Tokens that a chunk made in memory has, or those of one batch."""
+
 
 class Chunks(Protocol):
-    """Chunks that can be gone through again and again; there are at most as many as len says."""
+    """Chunks that can be gone through again and again; len is about how many, for progress."""
 
     def __iter__(self) -> Iterator[Chunk]: ...
 
@@ -90,7 +93,11 @@ class _Regrouped:
             if waiting >= self._tokens:
                 whole = joined(rest)
                 ready = waiting // self._tokens * self._tokens
-                yield whole.take(slice(0, ready), torch.arange(0, ready + 1, self._tokens))
+                most = max(1, CHUNK_TOKENS // self._tokens) * self._tokens
+                for start in range(0, ready, most):
+                    rows = slice(start, min(ready, start + most))
+                    ends = torch.arange(0, rows.stop - rows.start + 1, self._tokens)
+                    yield whole.take(rows, ends)
                 waiting -= ready
                 rest = [whole.take(slice(ready, None), torch.tensor([0, waiting]))]
         if waiting:

@@ -22,6 +22,7 @@ ZIP_FAULTS = (
     ValueError, OverflowError, struct.error, zlib.error,
 )  # fmt: skip
 """What zipfile raises for files that are broken in one way or another."""
+_BLOCK = 1 << 24
 _MAX_DICT, _MAX_MEMBERS = 1 << 16, 1 << 20
 _KINDS = "iufbU"
 
@@ -54,8 +55,12 @@ def read_npy(file: IO[bytes], size: int, where: str) -> npt.NDArray[Any]:
             f"{where} says {wanted} bytes of data and has {size - 8 - width - length}: they must "
             f"be the same, at most {MAX_ARRAY_BYTES}."
         )
-    data = file.read(wanted)
-    if len(data) != wanted:
+    data = bytearray(wanted)  # and not bytes, which can't be written to
+    view, filled = memoryview(data), 0
+    while filled < wanted and (block := file.read(min(_BLOCK, wanted - filled))):
+        view[filled : filled + len(block)] = block
+        filled += len(block)
+    if filled != wanted:
         raise TraceError(f"{where} is cut off.")
     return np.frombuffer(data, dtype).reshape(sizes, order="F" if order else "C")
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from paceline.traces.format import TraceError
 from paceline.traces.importers.asked import Asked
-from paceline.traces.importers.build import from_counts, layer_names
+from paceline.traces.importers.counts import from_counts, layer_names
 from paceline.traces.trace import Trace
 
 MAGIC = b"GGUF"

@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from paceline.traces.format import PHASES, TraceError
 from paceline.traces.importers.asked import Asked
-from paceline.traces.importers.build import from_choices, layer_names
+from paceline.traces.importers.choices import from_choices
+from paceline.traces.importers.counts import layer_names
 from paceline.traces.trace import Trace
 
 Array = npt.NDArray[Any]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from paceline.text import shortened
 from paceline.traces.format import TraceError
 from paceline.traces.importers.asked import Asked
-from paceline.traces.importers.build import from_counts, layer_names
+from paceline.traces.importers.counts import from_counts, layer_names
 from paceline.traces.trace import Trace
 
 Array = npt.NDArray[Any]

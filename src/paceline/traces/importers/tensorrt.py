@@ -11,7 +11,7 @@ import numpy as np
 from paceline.text import shortened
 from paceline.traces.format import MAX_HEADER_BYTES, TraceError, read_bounded
 from paceline.traces.importers.asked import Asked
-from paceline.traces.importers.build import from_counts, layer_names
+from paceline.traces.importers.counts import from_counts, layer_names
 from paceline.traces.trace import Trace
 
 META = "meta_info.json"

@@ -13,7 +13,8 @@ import numpy as np
 from paceline.text import shortened
 from paceline.traces.format import TraceError
 from paceline.traces.importers.asked import Asked
-from paceline.traces.importers.build import from_choices, from_counts, layer_names
+from paceline.traces.importers.choices import from_choices
+from paceline.traces.importers.counts import from_counts, layer_names
 from paceline.traces.trace import Trace
 
 COUNTS_HEADER, CHOICES_HEADER = "layer_id,expert_id,count", "layer_id,expert_ids"

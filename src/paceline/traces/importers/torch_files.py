@@ -21,7 +21,8 @@ from paceline.text import shortened
 from paceline.traces.format import PHASES, UNKNOWN, TraceError
 from paceline.traces.importers.arrays import check_zip
 from paceline.traces.importers.asked import Asked
-from paceline.traces.importers.build import from_choices, from_counts, layer_names
+from paceline.traces.importers.choices import from_choices
+from paceline.traces.importers.counts import from_counts, layer_names
 from paceline.traces.importers.tables import TENSOR_PARALLEL
 from paceline.traces.trace import Trace
 
