@@ -15,6 +15,7 @@ from paceline.cli.place import place
 from paceline.cli.plan import plan
 from paceline.cli.record import record
 from paceline.cli.reorder import reorder
+from paceline.cli.report import report
 from paceline.cli.simulate import simulate
 
 app = typer.Typer(
@@ -31,6 +32,7 @@ app.command()(loads)
 app.command()(place)
 app.command()(plan)
 app.command()(reorder)
+app.command()(report)
 app.command("calibrate-hardware")(calibrate_hardware)
 app.command()(record)
 app.command("import")(import_trace)

@@ -1,0 +1,365 @@
+"""`paceline report`: its figures recomputed from the raw arrays, and its page in a browser."""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+import json
+import re
+import shutil
+import stat
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import paceline.traces
+from paceline import CapacityPolicy, ExpertPlacement
+from paceline.analysis.cap_study import GAMMAS, cap_study
+from paceline.analysis.cap_words import way_of
+from paceline.analysis.traffic import picked
+from paceline.cli.app import app
+from paceline.plan import Plan
+from paceline.reporting.environment import environment
+from paceline.reporting.trace_figures import plotly_figures, trace_figures, write_figures
+from paceline.reporting.trace_page import report_page
+from paceline.traces import sample, save_trace
+from paceline.traces.simulate import simulate
+
+LAW = "sample:esft_v2lite_law"
+CONFIG = {
+    "model_type": "deepseek_v2", "hidden_size": 2048, "moe_intermediate_size": 1408,
+    "n_routed_experts": 64, "num_experts_per_tok": 6, "num_hidden_layers": 27,
+}  # fmt: skip
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+def run(*arguments: str | Path) -> Any:
+    return CliRunner().invoke(app, ["report", *(str(argument) for argument in arguments)])
+
+
+@pytest.fixture(scope="module")
+def law() -> dict[str, Any]:
+    result = cap_study(sample("esft_v2lite_law"), batch_tokens=1024)
+    return result | {"planned": None, "created": "now", "command": "x", "seconds": None}
+
+
+@pytest.fixture(scope="module")
+def page(law: dict[str, Any]) -> str:
+    return report_page(law | environment())
+
+
+def raw_loads(name: str, batches: range, tokens: int) -> np.ndarray:
+    """[batches, layers, experts], counted from the file's ids."""
+    folder = Path(paceline.traces.__file__).parent / "sample"
+    ids = np.load(folder / f"{name}.npz")["topk_ids"]
+    experts = int(ids.max()) + 1
+    return np.array(
+        [
+            [np.bincount(layer[b * tokens : (b + 1) * tokens].ravel(), minlength=experts)
+             for layer in ids]
+            for b in batches
+        ]
+    )  # fmt: skip
+
+
+def test_loads_and_caps_a_device_are_those_of_the_raw_ids(law: dict[str, Any]) -> None:
+    loads = raw_loads("esft_v2lite_law", range(2, 4), 1024)  # the second half
+    for placement in ("in order", "placed"):
+        host = np.array([np.eye(8)[row] for row in law["expert_to_device"][placement]])
+        devices = np.einsum("ble,led->bld", loads, host)
+        for gamma in (None, 1.0, 1.25, 1.5, 2.0):  # 768 rows x gamma is whole
+            kept = devices if gamma is None else np.minimum(devices, gamma * 1024 * 6 / 8)
+            way = way_of(law, placement, None if gamma is None else "device", gamma)
+            assert way["dropped_share"] == pytest.approx(1 - kept.sum() / loads.sum())
+            busiest = kept.max(2).sum() / (loads.sum() / 8)
+            assert way["busiest_device"] == pytest.approx(busiest)
+            for layer, of_layer in enumerate(way["layers"]):
+                assert of_layer["device_loads"] == kept.sum(0)[layer].tolist()
+                peak = kept[:, layer].max(1).sum() / devices[:, layer].mean(1).sum()
+                assert of_layer["busiest_device"] == pytest.approx(peak)
+
+
+def test_every_way_is_what_simulate_says(law: dict[str, Any]) -> None:
+    second = picked(sample("esft_v2lite_law").regrouped(1024), [2, 3])
+    placements = {
+        name: tuple(ExpertPlacement.explicit(row, 8) for row in rows)
+        for name, rows in law["expert_to_device"].items()
+    }
+    assert len(law["ways"]) == 2 * (1 + 2 * len(GAMMAS))
+    plans = {"none": Plan(placements=(8,))}
+    for way in law["ways"]:
+        cap = (
+            ()
+            if way["gamma"] is None
+            else (
+                CapacityPolicy(
+                    capacity_factor=way["gamma"], unit=way["unit"], min_expert_load=0, keep="score"
+                ),
+            )
+        )
+        plans[str((way["placement"], way["unit"], way["gamma"]))] = Plan(
+            cap, placements[way["placement"]]
+        )
+    found = simulate(second, plans)["plans"]
+    for way in law["ways"]:
+        overall = found[str((way["placement"], way["unit"], way["gamma"]))]["overall"]
+        for name in ("dropped_share", "gate_mass_lost", "gain", "lost_tokens"):
+            assert way[name] == overall[name]
+        assert way["busiest_device"] == overall["device_peak_to_mean"]["mean"]
+
+
+def test_sentences_say_the_figures(law: dict[str, Any]) -> None:
+    said = " ".join(law["verdict"])
+    peak = way_of(law, "in order", None, None)["busiest_device"]
+    placed = way_of(law, "placed", None, None)["busiest_device"]
+    assert f"{peak:.2f} x the mean" in said
+    assert f"{1 - 1 / peak:.0%} of the experts' time" in said
+    assert f"{1 - placed / peak:.0%} fewer rows" in said
+    caps = [w for w in law["ways"] if w["placement"] == "in order" and w["unit"] == "device"]
+    best = min((w for w in caps if w["gate_mass_lost"] <= 0.01), key=lambda w: w["busiest_device"])
+    assert f"{best['gamma']:g} x the mean leaves {1 - 1 / best['gain']:.1%} fewer rows" in said
+
+
+def test_one_batch_and_counts_are_told_apart(tmp_path: Path) -> None:
+    one = cap_study(sample("esft_v2lite_law"), batch_tokens=4096)
+    assert list(one["expert_to_device"]) == ["in order"]
+    assert "It is one batch" in " ".join(one["verdict"])
+
+    table = tmp_path / "counts.json"
+    counts = raw_loads("esft_v2lite_law", range(1), 4096)[0]
+    table.write_text(json.dumps({"logical_count": [counts.tolist()]}), encoding="utf-8")
+    result = run(table, "--json", "--out", tmp_path / "page.html")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["keep"] is None
+    devices = counts.reshape(6, 8, 8).sum(2)
+    assert found["ways"][0]["busiest_device"] == pytest.approx(
+        devices.max(1).sum() / devices.mean(1).sum()
+    )
+    assert 'id="gamma"' not in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_counts_of_many_batches_give_what_choices_give(tmp_path: Path) -> None:
+    cut = sample("gpt_oss_20b_decode")
+    choices = cap_study(cut)
+    from paceline.analysis.cap_study import _uncapped
+    from paceline.analysis.traffic import Part
+
+    placements = {
+        name: [ExpertPlacement.explicit(row, 8) for row in rows]
+        for name, rows in choices["expert_to_device"].items()
+    }
+    for way in _uncapped(cut, Part(32, 64), placements):
+        of_choices = way_of(choices, way["placement"], None, None)
+        assert way["busiest_device"] == pytest.approx(of_choices["busiest_device"])
+        assert way["gain"] == pytest.approx(of_choices["gain"])
+        for mine, theirs in zip(way["layers"], of_choices["layers"], strict=True):
+            assert mine["device_loads"] == theirs["device_loads"]
+            assert mine["busiest_device"] == pytest.approx(theirs["busiest_device"])
+
+
+class Elements(HTMLParser):
+    """Tags with their attributes; complains about what isn't closed."""
+
+    EMPTY = ("meta", "input", "br", "hr", "link")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.found.append((tag, dict(attrs)))
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_page_is_whole_and_asks_nobody(page: str, law: dict[str, Any]) -> None:
+    parsed = Elements()
+    parsed.feed(page)
+    assert parsed.open == []
+    ids = [attrs["id"] for _, attrs in parsed.found if "id" in attrs]
+    assert len(ids) == len(set(ids))
+    for tag, attrs in parsed.found:
+        assert tag not in ("link", "iframe", "img", "base", "form")
+        assert not {"src", "href", "srcset", "action"} & set(attrs)
+        for name in ("for", "aria-labelledby"):
+            assert name not in attrs or attrs[name] in ids
+        if "figure" in str(attrs.get("class", "")).split():
+            assert attrs["aria-label"]
+    assert "@import" not in page.split("</style>")[0]
+    assert "default-src 'none'" in page
+    data = re.search(r'id="slider-data">(.*?)</script>', page, re.DOTALL)
+    assert data is not None
+    assert json.loads(data[1])["ways"] == law["ways"]
+    for figure in trace_figures(law):
+        assert f'id="{figure}"' in page
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
+def test_slider_shows_what_simulate_says(page: str, law: dict[str, Any], tmp_path: Path) -> None:
+    steps = [(1.0, "device", "in order", -1), (1.5, "expert", "placed", 2), (None, "device", "placed", 0)]  # fmt: skip # noqa: E501
+    gammas: list[Any] = [*GAMMAS, None]
+    script = """<script>addEventListener("load", () => {
+      const out = document.createElement("pre"); out.id = "seen";
+      const seen = [];
+      for (const [gamma, unit, placed, layer] of STEPS) {
+        for (const [id, value] of [["gamma", gamma], ["unit", unit], ["placed", placed], ["layer", layer]]) {
+          const control = document.getElementById(id);
+          control.value = value; control.dispatchEvent(new Event("input"));
+        }
+        const text = id => document.getElementById(id).textContent;
+        seen.push([text("out-busiest"), text("out-dropped"), text("out-mass"), text("out-gain"),
+                   Array.from(document.getElementById("devices").data[1].y)]);
+      }
+      out.textContent = JSON.stringify({seen, plots: document.querySelectorAll(".js-plotly-plot .main-svg").length,
+        wide: document.documentElement.scrollWidth > innerWidth});
+      document.body.append(out);
+    });</script></body>"""  # noqa: E501
+    asked = [[gammas.index(gamma), *rest] for gamma, *rest in steps]
+    changed = page.replace("</body>", script.replace("STEPS", json.dumps(asked)))
+    file = tmp_path / "page.html"
+    file.write_text(changed, encoding="utf-8")
+    done = subprocess.run(
+        [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--window-size=500,900",
+         f"--user-data-dir={tmp_path}/browser", "--dump-dom", file.as_uri()],
+        capture_output=True, text=True, timeout=300, check=True,
+    )  # fmt: skip
+    told = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert told is not None
+    seen = json.loads(html.unescape(told[1]))
+    assert seen["plots"] >= len(trace_figures(law))
+    assert not seen["wide"]
+    for (gamma, unit, placed, layer), shown in zip(steps, seen["seen"], strict=True):
+        way = way_of(law, placed, None if gamma is None else unit, gamma)
+        base = way_of(law, "in order", None, None)
+        layers = range(6) if layer < 0 else [layer]
+        part = way if layer < 0 else way["layers"][layer]
+        rows = np.sum([way["layers"][n]["device_loads"] for n in layers], axis=0)
+        mean = np.sum([base["layers"][n]["device_loads"] for n in layers], axis=0).mean()
+        assert float(shown[0][:-1]) == pytest.approx(part["busiest_device"], abs=0.0051)
+        assert float(shown[1][:-1]) == pytest.approx(100 * part["dropped_share"], abs=0.0051)
+        assert float(shown[2][:-1]) == pytest.approx(100 * way["gate_mass_lost"], abs=0.0051)
+        assert float(shown[3][:-1]) == pytest.approx(way["gain"], abs=0.0051)
+        assert shown[4] == pytest.approx((rows / mean).tolist())
+
+
+def test_figures_are_plotly_objects(law: dict[str, Any]) -> None:
+    figures = plotly_figures(law)
+    assert set(figures) == {"map", "map_placed", "layers", "devices", "frontier"}
+    line = figures["frontier"].data[0]
+    ways = [
+        w for w in law["ways"] if w["placement"] == "in order" and w["unit"] in ("device", None)
+    ]
+    assert sorted(line.y) == sorted(round(way["gain"], 4) for way in ways)
+    looks = {(trace.line.dash, trace.marker.symbol) for trace in figures["frontier"].data}
+    assert len(looks) == 4  # told apart without colours
+
+
+@pytest.mark.skipif(
+    BROWSER is None or importlib.util.find_spec("kaleido") is None, reason="needs kaleido"
+)
+def test_figures_are_written_as_files(law: dict[str, Any], tmp_path: Path) -> None:
+    files = write_figures(law | {"keep": None}, tmp_path / "figures", ("svg", "png"))
+    assert {file.name for file in files} >= {"devices.svg", "devices.png", "map.svg"}
+    for file in files:
+        start = file.read_bytes()[:8]
+        assert start.startswith(b"<svg" if file.suffix == ".svg" else b"\x89PNG")
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_formats_are_checked(law: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'gif' is not allowed: it is svg or png"):
+        write_figures(law, tmp_path, ("gif",))
+
+
+def test_the_verb_decides_as_paceline_plan_does(tmp_path: Path) -> None:
+    config, plan = tmp_path / "config.json", tmp_path / "plan.json"
+    config.write_text(json.dumps(CONFIG), encoding="utf-8")
+    page = tmp_path / "page.html"
+    result = run(
+        LAW, "--model-config", config, "--hardware", "h20", "--batch-tokens", "2048",
+        "--out", page, "--json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    assert stat.S_IMODE(page.stat().st_mode) == 0o600
+    planned = json.loads(result.stdout)["planned"]
+    said = CliRunner().invoke(
+        app,
+        ["plan", LAW, "--model-config", str(config), "--hardware", "h20", "--batch-tokens", "2048",
+         "--json"],
+    )  # fmt: skip
+    plan.write_text(said.stdout, encoding="utf-8")
+    own = json.loads(said.stdout)
+    assert {name: own[name] for name in planned if name != "plan"} == {
+        name: value for name, value in planned.items() if name != "plan"
+    }
+    text = html.unescape(page.read_text(encoding="utf-8"))
+    assert f'<strong id="decision">{own["decision"]}</strong>' in text
+    assert all(line in text for line in own["verdict"])
+
+    again = run(plan, "--json")  # the plan's JSON names its trace
+    assert again.exit_code == 0, again.stderr
+    assert json.loads(again.stdout)["planned"] == own
+    assert json.loads(again.stdout)["batch_tokens"] == 2048
+
+
+def test_a_plan_file_is_shown_beside_the_caps(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    policy = CapacityPolicy(capacity_factor=1.25, min_expert_load=0)
+    placement = ExpertPlacement.explicit([e % 4 for e in range(64)], 4)
+    Plan((policy,), (placement,)).save(path)
+    result = run(LAW, "--plan", path, "--batch-tokens", "1024", "--json")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert (found["devices"], found["judged_on"]) == (4, "all batches")
+    assert found["expert_to_device"]["placed"][3] == list(placement.expert_to_device)
+    wanted = simulate(
+        sample("esft_v2lite_law").regrouped(1024),
+        {"none": Plan(placements=(4,)), "plan": Plan.load(path)},
+    )["plans"]["plan"]["overall"]
+    assert found["plan"]["dropped_share"] == wanted["dropped_share"]
+    assert found["plan"]["gain"] == wanted["gain"]
+
+
+def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
+    broken = tmp_path / "plan.json"
+    broken.write_text('{"schema": "paceline-plan/1", "trace": "x"', encoding="utf-8")
+    lacking = tmp_path / "lacking.json"
+    lacking.write_text('{"schema": "paceline-plan/1", "trace": "x"}', encoding="utf-8")
+    cases: list[tuple[list[Any], str]] = [
+        ([LAW], "nothing to write"),
+        ([LAW, "--out", tmp_path / "no" / "page.html"], "there is no folder"),
+        ([LAW, "--hardware", "h20", "--json"], "needs --model-config"),
+        ([LAW, "--devices", "0", "--json"], "--devices 0 is not allowed"),
+        ([LAW, "--devices", "65", "--json"], "65"),
+        (["sample:none", "--json"], "there is no sample"),
+        ([broken, "--json"], "cut off or broken"),
+        ([lacking, "--json"], "has no proper devices"),
+    ]
+    for arguments, words in cases:
+        result = run(*arguments)
+        assert result.exit_code == 2, arguments
+        assert words in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+
+
+def test_names_of_users_are_escaped(law: dict[str, Any], tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script>"
+    changed = law | environment() | {"model": evil, "layers": [evil] * 6, "notes": [evil]}
+    assert "<script>alert" not in report_page(changed)
+
+
+def test_saved_traces_report_as_the_sample_does(tmp_path: Path) -> None:
+    save_trace(sample("gpt_oss_20b_decode"), tmp_path / "trace")
+    saved = json.loads(run(tmp_path / "trace", "--json").stdout)
+    shipped = json.loads(run("sample:gpt_oss_20b_decode", "--json").stdout)
+    assert saved["ways"] == shipped["ways"]
