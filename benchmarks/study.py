@@ -20,6 +20,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from paceline.cli.app import app
+from paceline.demo.assets import domains, read_text
 
 RESULTS = Path(__file__).resolve().parent / "results" / "study"
 INTENT, LAW = "sample:esft_v2lite_intent", "sample:esft_v2lite_law"
@@ -37,6 +38,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """What the cost model needs of each model's config.json."""
 
+RECORD = (
+    "paceline record demo --prompts prompts.jsonl --content choices --max-new-tokens 24 "
+    "--batch-size 72 --out demo_trace"
+)
+"""Prefill and decode of one model: the demo model goes on with the beginnings of its texts."""
+
 COMMANDS = {
     "report_law": f"paceline report {LAW} --batch-tokens 512",
     "report_intent": f"paceline report {INTENT} --batch-tokens 512",
@@ -50,13 +57,14 @@ COMMANDS = {
     "plan_prefill": f"paceline plan {LAW} --model-config v2lite.json --hardware h20",
     "plan_turned": f"paceline plan {INTENT} --judge {LAW} --model-config v2lite.json "
     "--hardware h20",
+    "loads_demo": "paceline loads demo_trace",
     "plan_decode": f"paceline plan {DECODE} --model-config gpt_oss.json --hardware h100",
 }
 """Every command of the study; --json is added."""
 
 _KEPT = ("schema", "devices", "batch_tokens", "batches", "batches_are", "judged_batches",
          "judged_on", "placement_is", "keep", "ways", "verdict", "second_half", "other_trace",
-         "decision", "hardware", "trace")  # fmt: skip
+         "decision", "hardware", "trace", "groups")  # fmt: skip
 
 
 def run(name: str) -> dict[str, Any]:
@@ -156,6 +164,13 @@ def tables(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
         ["tokens a batch", "busiest device", "place", "cap 1.25: dropped", "mass lost", "gain"],
         rows,
     )
+    out["phases"] = _table(
+        ["phase", "tokens", "busiest device"],
+        [
+            [group["phase"], f"{group['tokens']:,}", _times(group["device_peak_to_mean"])]
+            for group in sorted(results["loads_demo"]["groups"], key=lambda g: -g["tokens"])
+        ],
+    )
     rows = []
     for name, what in (
         ("plan_prefill", "law, its second half; H20"),
@@ -200,10 +215,21 @@ def _table(names: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-def write_configs(folder: Path) -> None:
-    """The config files that commands name."""
+def prepare(folder: Path) -> None:
+    """What commands name, in the current folder: config files, prompts, the demo model's trace.
+
+    Raises:
+        RuntimeError: if the trace can't be recorded.
+    """
     for name, config in CONFIGS.items():
         (folder / name).write_text(json.dumps(config), encoding="utf-8")
+    texts = [read_text(name) for name in domains()]
+    prompts = [text[start : start + 300] for start in range(0, 3200, 400) for text in texts]
+    lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in prompts]
+    (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
+    done = CliRunner().invoke(app, shlex.split(RECORD)[1:])
+    if done.exit_code:
+        raise RuntimeError(f"{RECORD}: {done.stderr}")
 
 
 def main() -> None:
@@ -213,7 +239,7 @@ def main() -> None:
         RESULTS.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
             os.chdir(folder)
-            write_configs(Path())
+            prepare(Path())
             for name in COMMANDS:
                 text = json.dumps(run(name), indent=1) + "\n"
                 (RESULTS / f"{name}.json").write_text(text, encoding="utf-8")

@@ -34,14 +34,24 @@ def test_every_command_says_again_what_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    STUDY["write_configs"](tmp_path)
+    STUDY["prepare"](tmp_path)
     kept = STUDY["load"]()
     for name in STUDY["COMMANDS"]:
-        alike(STUDY["run"](name), kept[name], name)
+        found = STUDY["run"](name)
+        if name != "loads_demo":
+            alike(found, kept[name], name)
+            continue
+        # what a model generates may differ from machine to machine
+        for group, own in zip(found["groups"], kept[name]["groups"], strict=True):
+            assert group["phase"] == own["phase"]
+            assert group["tokens"] == pytest.approx(own["tokens"], rel=0.2)
+            assert group["device_peak_to_mean"] == pytest.approx(
+                own["device_peak_to_mean"], rel=0.1
+            )
 
 
 def test_the_page_has_every_command_and_table() -> None:
-    for command in STUDY["COMMANDS"].values():
+    for command in [STUDY["RECORD"], *STUDY["COMMANDS"].values()]:
         assert command in PAGE
     for title, table in STUDY["tables"](STUDY["load"]()).items():
         assert table in PAGE, title
