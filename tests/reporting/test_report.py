@@ -335,6 +335,14 @@ def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
     broken.write_text('{"schema": "paceline-plan/1", "trace": "x"', encoding="utf-8")
     lacking = tmp_path / "lacking.json"
     lacking.write_text('{"schema": "paceline-plan/1", "trace": "x"}', encoding="utf-8")
+    whole: dict[str, Any] = {
+        "schema": "paceline-plan/1", "trace": LAW, "devices": 8, "decision": "place",
+        "verdict": ["Do."], "hardware": "h20", "precision": "bf16", "batch_tokens": None,
+        "other_trace": None, "second_half": {"frontier": [{"placement": "placed", "gain": "x"}]},
+    }  # fmt: skip
+    pointless, silent = tmp_path / "pointless.json", tmp_path / "silent.json"
+    pointless.write_text(json.dumps(whole, indent=2), encoding="utf-8")
+    silent.write_text(json.dumps(whole | {"verdict": []}, indent=2), encoding="utf-8")
     cases: list[tuple[list[Any], str]] = [
         ([LAW], "nothing to write"),
         ([LAW, "--out", tmp_path / "no" / "page.html"], "there is no folder"),
@@ -344,6 +352,8 @@ def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
         (["sample:none", "--json"], "there is no sample"),
         ([broken, "--json"], "cut off or broken"),
         ([lacking, "--json"], "has no proper devices"),
+        ([pointless, "--json"], "has no proper frontier"),
+        ([silent, "--json"], "has no proper verdict"),
     ]
     for arguments, words in cases:
         result = run(*arguments)
@@ -363,3 +373,34 @@ def test_saved_traces_report_as_the_sample_does(tmp_path: Path) -> None:
     saved = json.loads(run(tmp_path / "trace", "--json").stdout)
     shipped = json.loads(run("sample:gpt_oss_20b_decode", "--json").stdout)
     assert saved["ways"] == shipped["ways"]
+
+
+def test_choices_without_weights_are_capped_by_order(tmp_path: Path) -> None:
+    """An engine that tells ids alone: what is dropped is known, its gate mass isn't."""
+    rng = np.random.default_rng(0)
+    ids = np.argsort(rng.random((2, 512, 16)) * np.linspace(0.2, 1, 16), axis=2)[:, :, :2]
+    path = tmp_path / "ids.npz"
+    np.savez(path, topk_ids=ids.astype(np.uint8), num_experts=16)
+    page = tmp_path / "page.html"
+    result = run(path, "--devices", "4", "--batch-tokens", "128", "--json", "--out", page)
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["keep"] == "first"
+    loads = np.array(
+        [[np.bincount(layer[b : b + 128].ravel(), minlength=16) for layer in ids]
+         for b in (256, 384)]
+    ).reshape(2, 2, 4, 4).sum(3)  # fmt: skip
+    way = way_of(found, "in order", "device", 1.0)
+    assert way["gate_mass_lost"] is None
+    assert way["dropped_share"] == pytest.approx(np.maximum(loads - 64, 0).sum() / loads.sum())
+    assert "<td>unknown</td>" in page.read_text(encoding="utf-8")
+    assert "of the assignments" in " ".join(found["verdict"])
+
+
+def test_no_figure_tells_by_colour_alone(law: dict[str, Any]) -> None:
+    figures = trace_figures(law)
+    bars = figures["devices"]["data"]
+    assert len({bar["marker"]["pattern"]["shape"] for bar in bars}) == len(bars)
+    for name in ("layers", "frontier"):
+        lines = figures[name]["data"]
+        assert len({(x["marker"]["symbol"], x["line"]["dash"]) for x in lines}) == len(lines)

@@ -93,8 +93,8 @@ def cap_study(
     else:
         seen, keep = cut, None
         ways, of_plan = _uncapped(cut, part, placements), None
-    if not ways:
-        raise ValueError(f"{trace.where} has no batches.")
+    if ways[0]["busiest_device"] is None:
+        raise ValueError(f"{trace.where} has no assignment to judge by.")
     result = {
         "schema": SCHEMA,
         "trace": trace.where,
@@ -147,11 +147,14 @@ def _own(plan: Plan, trace: Trace) -> list[ExpertPlacement] | None:
 
 def _keep(trace: Trace) -> str:
     """What a trace lets a cap keep: the highest scores, weights, or the first rows."""
-    header = trace.header
-    if header.scores_are_weights or header.content == "scores":
+    header, first = trace.header, next(iter(trace.chunks), None)
+    if first is None or all(
+        x is None for x in (first.weights, first.topk_scores, first.scores)
+    ):  # ids alone, as engines return them
+        return "first"
+    if header.scores_are_weights or first.topk_scores is not None or first.scores is not None:
         return "score"
-    first = next(iter(trace.chunks), None)
-    return "first" if first is None or first.weights is None else "weight"
+    return "weight"
 
 
 def _capped(

@@ -153,10 +153,28 @@ def _check(source: str, found: Mapping[str, Any]) -> None:
     for name, kind in kinds.items():
         if name not in found or not isinstance(found[name], kind):
             raise ValueError(f"{source} has no proper {name}: write it with paceline plan --json.")
+    if not found["verdict"] or not all(isinstance(line, str) for line in found["verdict"]):
+        raise ValueError(f"{source} has no proper verdict: write it with paceline plan --json.")
     for part in (found["second_half"], found["other_trace"]):
-        for point in () if part is None else part.get("frontier", ()):
-            if not {"placement", "budget", "gain", "gate_mass_lost"} <= set(point):
-                raise ValueError(f"{source} has no proper frontier: write it with paceline plan.")
+        if part is None:
+            continue
+        points = part.get("frontier")
+        proper = isinstance(points, list) and all(map(_is_point, points))
+        if not proper or not isinstance(part.get("trace", ""), str):
+            raise ValueError(
+                f"{source} has no proper frontier: write it with paceline plan --json."
+            )
+
+
+def _is_point(point: Any) -> bool:
+    """Whether this is a point of a planner's frontier."""
+    if not isinstance(point, dict) or point.get("placement") not in ("in_order", "placed"):
+        return False
+    mass = point.get("gate_mass_lost", "none")
+    numbers = [point.get(name) for name in ("budget", "gain", "dropped_share")]
+    return all(isinstance(n, float | int) for n in numbers) and (
+        mass is None or isinstance(mass, float | int)
+    )
 
 
 def _decide(
