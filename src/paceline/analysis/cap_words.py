@@ -34,6 +34,11 @@ def said(result: Mapping[str, Any], most: float = 0.01) -> list[str]:
     Args:
         result: of `cap_study`.
         most: share of the gate mass (of the assignments, where it is unknown) a cap may lose.
+
+    >>> way = {"placement": "in order", "unit": None, "gamma": None, "busiest_device": 1.5}
+    >>> study = {"ways": [way], "expert_to_device": {"in order": []}, "keep": None, "devices": 8}
+    >>> said(study | {"judged_on": "all batches", "placement_is": "in order"})[0][:54]
+    "An average device waits 33% of the experts' time for t"
     """
     base = way_of(result, IN_ORDER, None, None)
     peak = base["busiest_device"]
