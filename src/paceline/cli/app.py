@@ -9,6 +9,7 @@ import typer
 from paceline.cli.bench import bench
 from paceline.cli.demo import demo
 from paceline.cli.loads import loads
+from paceline.cli.serve import serve
 
 app = typer.Typer(
     name="paceline",
@@ -21,6 +22,7 @@ app = typer.Typer(
 app.command()(demo)
 app.add_typer(bench)
 app.command()(loads)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 
 
 @app.command()

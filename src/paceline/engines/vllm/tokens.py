@@ -1,0 +1,128 @@
+"""What vLLM's forward context says of a forward's tokens, read once a forward on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.forward_context import get_forward_context
+
+_KEY = "paceline"
+
+
+@dataclass(eq=False)
+class Batch:
+    """The tokens of one forward, in the rows that the MoE layers see.
+
+    Attributes:
+        rows: of every layer's input.
+        real: whether these are anybody's tokens; a profile run, a warm-up or an idle rank's turn
+            brings none.
+        valid: [rows] bool, False for padding; None: every token is real.
+        tokens: real ones among the rows.
+        everywhere: tokens of all data-parallel ranks together.
+        starts: [requests + 1] int64 first row of each request, None where nothing tells.
+        computed: [requests] int64 tokens that each request had computed before.
+    """
+
+    rows: int
+    real: bool
+    valid: Tensor | None = None
+    tokens: int = 0
+    everywhere: int = 0
+    starts: Tensor | None = None
+    computed: Tensor | None = None
+    _known: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def requests(self) -> int:
+        """How many requests share the forward, 0 where nothing tells."""
+        return 0 if self.starts is None else len(self.starts) - 1
+
+    @property
+    def request(self) -> Tensor:
+        """[rows] int64 index of each token's request; padding belongs to the last."""
+        if "request" not in self._known:
+            row = torch.arange(self.rows)
+            index = torch.searchsorted(self._told(self.starts)[1:], row, right=True)
+            self._known["request"] = index.clamp(max=max(self.requests - 1, 0))
+        return self._known["request"]
+
+    @property
+    def position(self) -> Tensor:
+        """[rows] int64 position of each token in its sequence."""
+        if "position" not in self._known:
+            starts, request = self._told(self.starts), self.request
+            within = torch.arange(self.rows) - starts[request]
+            self._known["position"] = self._told(self.computed)[request] + within
+        return self._known["position"]
+
+    def decode(self, prompt_lengths: Tensor) -> Tensor:
+        """[rows] bool: tokens of requests that have computed their whole prompt.
+
+        Args:
+            prompt_lengths: [requests] int64.
+        """
+        return (self._told(self.computed) >= prompt_lengths)[self.request]
+
+    def _told(self, value: Tensor | None) -> Tensor:
+        if value is None:
+            raise RuntimeError(
+                "paceline: vLLM's attention metadata names no requests, which this policy needs."
+            )
+        return value
+
+
+def current_batch(rows: int) -> Batch:
+    """The batch of the running forward; a CPU's, where reading tensors costs nothing.
+
+    Args:
+        rows: that the asking layer sees.
+
+    Raises:
+        RuntimeError: if a layer sees other rows than the forward has.
+    """
+    context = get_forward_context()
+    known = context.additional_kwargs.get(_KEY)
+    if known is None:
+        known = context.additional_kwargs[_KEY] = _read(context, rows)
+    if known.rows != rows:
+        raise RuntimeError(
+            f"paceline: a layer sees {rows} rows of a forward of {known.rows}: sequence-parallel "
+            "MoE is not supported."
+        )
+    return known  # type: ignore[no-any-return]
+
+
+def _read(context: Any, rows: int) -> Batch:
+    metadata = context.attn_metadata
+    padding = context.is_padding
+    if metadata is None:  # a made-up batch, to see how much memory it takes
+        return Batch(rows, real=False)
+    if padding is not None and len(padding) != rows:
+        raise RuntimeError(
+            f"paceline: vLLM's padding mask has {len(padding)} entries for {rows} rows: "
+            "sequence-parallel MoE is not supported."
+        )
+    padded = 0 if padding is None else int(np.count_nonzero(padding.numpy()))
+    tokens = rows - padded
+    everywhere = tokens
+    if context.dp_metadata is not None:
+        everywhere = int(context.dp_metadata.num_tokens_across_dp_cpu.sum())
+    valid = ~padding if padded else None
+    starts, computed = _requests(metadata) if tokens else (None, None)
+    return Batch(rows, tokens > 0, valid, tokens, everywhere, starts, computed)
+
+
+def _requests(metadata: Any) -> tuple[Tensor | None, Tensor | None]:
+    """First rows, and tokens computed before, of each request; of any layer that tells."""
+    for entry in metadata.values() if isinstance(metadata, dict) else ():
+        starts = getattr(entry, "query_start_loc", None)
+        lengths = getattr(entry, "seq_lens", None)
+        if isinstance(starts, Tensor) and isinstance(lengths, Tensor):
+            starts = starts.long()
+            return starts, lengths.long()[: len(starts) - 1] - starts.diff()
+    return None, None

@@ -1,0 +1,63 @@
+"""What the plugin adds to vLLM's workers: the cap after loading, and methods to be called."""
+
+from __future__ import annotations
+
+import logging
+from functools import wraps
+from typing import Any
+
+from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.worker_base import WorkerBase
+
+from paceline.engines.vllm.environment import Wanted
+from paceline.engines.vllm.metrics import publisher_for
+from paceline.engines.vllm.model import CappedModel
+
+logger = logging.getLogger("vllm.paceline")
+
+
+def install(wanted: Wanted) -> None:
+    """Cap every model that a worker loads from now on."""
+    load = Worker.load_model
+
+    @wraps(load)
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
+        load(self, *args, **kwargs)
+        self.paceline = CappedModel(self.model_runner, self.vllm_config, wanted, _rank(self))
+        self.paceline_publisher = publisher_for(self.paceline)
+
+    Worker.load_model = load_model
+    WorkerBase.paceline_describe = paceline_describe
+    WorkerBase.paceline_check = paceline_check
+    WorkerBase.paceline_set = paceline_set
+
+
+def _rank(worker: Any) -> int:
+    """The worker's number among all workers of all data-parallel engines."""
+    parallel = worker.parallel_config
+    return int(parallel.data_parallel_index * parallel.world_size + worker.rank)
+
+
+def paceline_describe(self: Any) -> dict[str, Any]:
+    """What is in force in this worker, and what it did."""
+    return self.paceline.describe()  # type: ignore[no-any-return]
+
+
+def paceline_check(self: Any, text: str | None) -> str | None:
+    """Why this worker can't follow a policy, None where it can."""
+    model = self.paceline
+    try:
+        before = [layer.policy for layer in model.layers]
+        model.set_policies(model.read(text))
+        model.set_policies(before)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def paceline_set(self: Any, text: str | None) -> dict[str, Any]:
+    """Follow a policy that every worker can follow; what is in force then."""
+    model = self.paceline
+    model.set_policies(model.read(text))
+    logger.info("paceline: policy %s", text)
+    return self.paceline_describe()  # type: ignore[no-any-return]
