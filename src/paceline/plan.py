@@ -84,21 +84,30 @@ class Plan:
         >>> Plan().policy_of(0) is None
         True
         """
-        return _of_layer(self.policies, layer)
+        policy: CapacityPolicy | None = _of_layer(self.policies, layer)
+        return policy
 
-    def placement_of(self, layer: int, num_experts: int) -> ExpertPlacement | None:
-        """The placement of a layer with so many experts, None where the plan names none.
+    def placement_of(self, layer: int) -> ExpertPlacement | int | None:
+        """The placement of a layer (or a number of devices), None where the plan names none.
+
+        >>> Plan(placements=(2,)).placement_of(0)
+        2
+        """
+        placement: ExpertPlacement | int | None = _of_layer(self.placements, layer)
+        return placement
+
+    def check_layers(self, count: int) -> None:
+        """Refuse a model with another number of MoE layers than the plan is for.
 
         Raises:
-            ValueError: if there are more devices than experts.
+            PlanError: naming both.
 
-        >>> Plan(placements=(2,)).placement_of(0, num_experts=4).expert_to_device
-        (0, 0, 1, 1)
+        >>> Plan(layers=2).check_layers(2)
         """
-        placement = _of_layer(self.placements, layer)
-        if isinstance(placement, int):
-            return ExpertPlacement.contiguous(num_experts, placement)
-        return placement
+        several = [n for n in (len(self.policies), len(self.placements)) if n > 1]
+        wanted = self.layers or next(iter(several), count)
+        if wanted != count:
+            raise PlanError(f"the plan is for {wanted} MoE layers, the model has {count}.")
 
     def check_model(self, experts: Sequence[int], k: Sequence[int]) -> None:
         """Refuse a model that the plan wasn't made for.
@@ -112,11 +121,7 @@ class Plan:
 
         >>> Plan(layers=2).check_model([8, 8], [2, 2])
         """
-        layers = self.layers or max(len(self.policies), len(self.placements))
-        if layers > 1 and len(experts) != layers:
-            raise PlanError(f"the plan is for {layers} MoE layers, the model has {len(experts)}.")
-        if self.layers == 1 and len(experts) != 1:
-            raise PlanError(f"the plan is for 1 MoE layer, the model has {len(experts)}.")
+        self.check_layers(len(experts))
         for index, (found, chosen) in enumerate(zip(experts, k, strict=True)):
             if self.experts not in (None, found):
                 raise PlanError(
@@ -126,7 +131,7 @@ class Plan:
                 raise PlanError(
                     f"the plan is for {self.k} experts a token, layer {index} uses {chosen}."
                 )
-            placement = _of_layer(self.placements, index)
+            placement = self.placement_of(index)
             if isinstance(placement, ExpertPlacement) and placement.num_experts != found:
                 raise PlanError(
                     f"the plan places {placement.num_experts} experts in layer {index}, which has "

@@ -98,12 +98,11 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
 
 def kept_slots(pace: Any) -> list[Tensor]:
     """A list that gets the [tokens, slots] bool kept by the first layer of each capped forward."""
-    layer, seen = pace._layers[0], []
-    compute = layer._compute
+    first, seen = pace.layers[0], []
 
-    def spy(*args: Any) -> Tensor:
-        seen.append(args[3].kept)
-        return compute(*args)
+    def watcher(layer: str, inputs: Any, assignment: Any) -> None:
+        if layer == first and not bool(assignment.kept.all()):
+            seen.append(assignment.kept)
 
-    layer._compute = spy
+    pace.watch(watcher)
     return seen

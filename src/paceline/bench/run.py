@@ -210,14 +210,14 @@ def bench_model(
         devices: emulated devices, where torchrun doesn't say how many ranks there are.
         progress: called after each policy of each round.
     """
-    from paceline.engines.transformers.discovery import count_experts, find_sites
-    from paceline.engines.transformers.probe import observe
+    from paceline.engines.transformers.discovery import find_layers
+    from paceline.engines.transformers.probe import count_experts, probe
 
     rank, ranks, machine = _start()
     chosen = parse_policies(policies, shares_batch=False, any_load=False)
     real = under_torchrun()
-    site = find_sites(model)[0]
-    experts = count_experts(site, observe(site))
+    modules = find_layers(model)[0]
+    experts = count_experts(modules, probe(modules))
     parameters = sum(p.numel() for p in model.parameters())  # before a rank forgets what isn't its
     prompt = prompt_ids(rank)
     if real:

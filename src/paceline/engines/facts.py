@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from paceline.policy import CapacityPolicy
@@ -31,6 +31,16 @@ class Facts:
     position: bool = False
     modality: bool = False
     step: bool = False
+
+    @staticmethod
+    def union(*asked: Facts) -> Facts:
+        """What any of them asks for.
+
+        >>> Facts.union(Facts(scores=True), Facts(request=True)).request
+        True
+        """
+        names = [field.name for field in fields(Facts)]
+        return Facts(*(any(getattr(one, name) for one in asked) for name in names))
 
     @property
     def of_tokens(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a user gives an engine, read: a policy and a placement, one for all layers or one a layer."""
+"""What a user gives an engine, read: policies and placements, one for all layers or one a layer."""
 
 from __future__ import annotations
 

@@ -55,6 +55,7 @@ class LayerStats:
     worst_expert_peak_to_mean_after: float
     straggler_loss_before: float
     straggler_loss_after: float
+    min_expert_load: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -79,6 +80,7 @@ class LoadAccumulator:
         sizes = torch.tensor(placement.sizes, device=device)
         self._device_of = torch.tensor(placement.expert_to_device, device=device)
         self._share = placement.num_experts / sizes.double().clamp(min=1)  # of T k / load, per unit
+        self.min_expert_load: float | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -155,6 +157,7 @@ class LoadAccumulator:
             worst_expert_peak_to_mean_after=worst["expert_after"],
             straggler_loss_before=straggler_loss(peak("device_before")),
             straggler_loss_after=straggler_loss(peak("device_after")),
+            min_expert_load=self.min_expert_load,
         )
 
     def _flush(self) -> None:

@@ -1,19 +1,23 @@
 """The Hugging Face Transformers engine: `attach` a capacity policy to a model in memory."""
 
-from paceline.engines.transformers.attach import (
+from paceline.engines.sharing import SharedBudgetWarning
+from paceline.engines.transformers.attach import attach
+from paceline.engines.transformers.config import load_policy, save_policy
+from paceline.engines.transformers.handle import (
+    CapNeverAppliedWarning,
     LayerSupport,
     ModelStats,
     Pace,
-    attach,
 )
-from paceline.engines.transformers.config import load_policy, save_policy
-from paceline.engines.transformers.running import SharedBudgetWarning
+from paceline.engines.transformers.running import UnknownTokensWarning
 
 __all__ = [
+    "CapNeverAppliedWarning",
     "LayerSupport",
     "ModelStats",
     "Pace",
     "SharedBudgetWarning",
+    "UnknownTokensWarning",
     "attach",
     "load_policy",
     "save_policy",

@@ -1,164 +1,61 @@
-"""`attach` a capacity policy to a Hugging Face model, and the handle that it returns."""
+"""`attach` a capacity policy to a Hugging Face model."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from paceline.engines.transformers.checks import (
-    as_policy,
-    check_layer,
-    check_modalities,
-    check_model,
-    placement_of,
+from paceline.engines.settings import (
+    PlacementsLike,
+    PoliciesLike,
+    placement_for,
+    read_placement,
 )
-from paceline.engines.transformers.context import TokenSource, forward_models
-from paceline.engines.transformers.discovery import find_sites, spread_over_ranks
+from paceline.engines.transformers.checks import check_model
+from paceline.engines.transformers.discovery import find_layers
+from paceline.engines.transformers.handle import Pace, read_model_policies
+from paceline.engines.transformers.labels import TokenLabels, TokenSource, UserLabels
 from paceline.engines.transformers.layer import AttachedLayer
-from paceline.engines.transformers.probe import observe
+from paceline.engines.transformers.modules import LayerModules, spread_over_ranks
+from paceline.engines.transformers.probe import Probe, count_experts, probe
 from paceline.engines.transformers.running import Running
-from paceline.placement import ExpertPlacement
-from paceline.policy import CapacityPolicy
-from paceline.routing.stats import LayerStats
-
-
-@dataclass(frozen=True)
-class LayerSupport:
-    """What works for one layer.
-
-    Attributes:
-        name: of the layer.
-        scoring: the router's scoring rule, None where it is unknown.
-        level: "full", or "drop only": no expansion, and without `scoring` no keep="score".
-        reason: why not full, else empty.
-    """
-
-    name: str
-    scoring: str | None
-    level: Literal["full", "drop only"]
-    reason: str
-
-
-@dataclass(frozen=True)
-class ModelStats:
-    """Load statistics of all attached layers, and the policy they were counted under last."""
-
-    policy: str
-    layers: list[LayerStats]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
-        return {"policy": self.policy, "layers": [layer.to_dict() for layer in self.layers]}
-
-
-class Pace:
-    """A policy attached to a model. Use it as a context manager, or `detach` it."""
-
-    def __init__(
-        self, layers: list[AttachedLayer], running: Running, undo: ExitStack, model: nn.Module
-    ):
-        self._layers, self._running, self._undo, self._model = layers, running, undo, model
-        self._attached = True
-
-    @property
-    def policy(self) -> CapacityPolicy:
-        """The policy in force; set another one between forwards.
-
-        Raises:
-            ValueError: if a layer can't follow the new policy; the old one stays then.
-        """
-        return self._running.policy
-
-    @policy.setter
-    def policy(self, policy: CapacityPolicy | str | None) -> None:
-        self._set_policy(policy)
-
-    def _set_policy(self, policy: CapacityPolicy | str | None) -> None:
-        if not self._attached:
-            raise ValueError("the policy can't be set: it is detached from its model.")
-        policy = self._layers[0].applicable(as_policy(policy, self._model))
-        for layer in self._layers:
-            check_layer(layer, policy, self._running.token_source)
-        check_modalities(policy, self._model)
-        for layer in self._layers:
-            layer.follow(policy)
-        self._running.follow(policy)
-
-    @property
-    def placement(self) -> ExpertPlacement | None:
-        """The experts' devices, of the first layer; None: every expert is a device of its own."""
-        return self._layers[0].placement
-
-    @property
-    def layers(self) -> list[str]:
-        """Names of the MoE layers, in order."""
-        return [layer.name for layer in self._layers]
-
-    @property
-    def support(self) -> list[LayerSupport]:
-        """What works for each layer, and why not more."""
-        return [
-            LayerSupport(
-                layer.name,
-                layer.scoring.rule,
-                "full" if layer.scoring.expands else "drop only",
-                layer.scoring.reason,
-            )
-            for layer in self._layers
-        ]
-
-    def stats(self) -> ModelStats:
-        """Loads before and after, dropped assignments and straggler loss of each layer so far."""
-        return ModelStats(str(self.policy), [layer.loads.result() for layer in self._layers])
-
-    def reset_stats(self) -> None:
-        """Start the statistics anew."""
-        with torch.inference_mode(False):
-            for layer in self._layers:
-                layer.loads.reset()
-
-    def detach(self) -> None:
-        """Put the model back exactly as it was; statistics can still be read. Twice is once."""
-        if self._attached:
-            self._attached = False
-            self._undo.close()
-
-    def __enter__(self) -> Pace:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.detach()
+from paceline.plan import Plan
 
 
 def attach(
     model: nn.Module,
-    policy: CapacityPolicy | str | None = None,
-    placement: ExpertPlacement | int | None = None,
+    policy: PoliciesLike = None,
+    placement: PlacementsLike = None,
     *,
+    plan: Plan | None = None,
     token_source: TokenSource = None,
+    token_valid: TokenLabels = None,
+    token_request: TokenLabels = None,
+    token_decode: TokenLabels = None,
 ) -> Pace:
     """Bound the expert load of a Hugging Face Mixture-of-Experts model at inference.
 
     Args:
         model: in eval mode; any architecture whose MoE blocks call
             `experts(hidden_states, top_k_index, top_k_weights)` beside a gate or router.
-        policy: a policy, its short form ("capacity_factor=1.25"), or "config" for the one kept in
-            the model's config; None only counts loads.
-        placement: expert -> device of every layer, or a number of devices over which experts are
-            spread in order; None: every expert is a device of its own.
+        policy: a policy, its short form ("capacity_factor=1.25"), "config" for the one kept in
+            the model's config, or a sequence with one a layer; None only counts loads.
+        placement: expert -> device of every layer, as an ExpertPlacement, a list, or a number of
+            devices over which experts are spread in order; a sequence of these (not of numbers
+            alone) gives each layer its own. None: every expert is a device of its own.
+        plan: policies and placements from one file; `policy` and `placement` come before them.
         token_source: which device a token lives on: "sequence" (row i of a batch of B lives on
             device i * devices // B), a [batch] or [batch, length] tensor, or a function of
             (batch, length, device) that gives one. Needed by pool="source" and expand="own_device".
+        token_valid: likewise, False for rows that are no tokens, beside what masks and `generate`
+            say. A layer run outside the model's forward sees one row of `length` tokens.
+        token_request: likewise, a label of each token's request, where it isn't the row of the
+            batch or the sequence packed into it: beams of one prompt, say.
+        token_decode: likewise, True for a token of a sequence that has reached generation. Else
+            `generate` tells, and outside it whatever comes behind cached tokens counts as such.
 
     Returns:
         The handle: policy, statistics, `detach`; a context manager.
@@ -168,30 +65,86 @@ def attach(
             layer can't be handled or can't follow the policy; the model is untouched then.
     """
     check_model(model)
-    if isinstance(token_source, str) and token_source != "sequence":
-        raise ValueError(
-            f'token_source={token_source!r} is not allowed: it is None, "sequence", a '
-            "tensor or a function."
-        )
-    running = Running(token_source)
-    sites = find_sites(model)
-    if any(spread_over_ranks(site.experts) for site in sites):
-        from paceline.engines.transformers.expert_parallel_layer import parallel_layers
+    labels = UserLabels(token_source, token_valid, token_request, token_decode)
+    found_layers = find_layers(model)
+    parallel = any(spread_over_ranks(modules.experts) for modules in found_layers)
+    if parallel:
+        from paceline.engines.transformers.expert_parallel_layer import agreed_labels
 
-        layers = parallel_layers(model, sites, running, policy, placement, token_source)
-    else:
-        layers = [AttachedLayer(site, observe(site), i, running) for i, site in enumerate(sites)]
-    for layer in layers:
-        layer.set_placement(placement_of(layer, placement))
+        labels = agreed_labels(found_layers, policy, placement, labels)
+    policies, placements = _settings(model, found_layers, policy, placement, plan)
+    running = Running(labels)
+    layers = _layers(model, found_layers, placements, running, parallel)
+    if plan is not None:
+        plan.check_model([layer.num_experts for layer in layers], [layer.k for layer in layers])
     with ExitStack() as undo:
         for layer in layers:
             undo.callback(layer.remove)
         pace = Pace(layers, running, undo, model)
-        pace._set_policy(policy)
-        running.unproven = [layer for layer in layers if layer.unproven]
+        pace.set_policies(policies)
         for layer in layers:
             layer.install()
-        for module in forward_models(model, [site.block for site in sites]):
-            undo.callback(running.watch(module))
+        for module in _models(model, [modules.block for modules in found_layers]):
+            for double in running.follow_module(module):
+                undo.callback(double.undo)
         pace._undo = undo.pop_all()
     return pace
+
+
+def _settings(
+    model: nn.Module,
+    found_layers: list[LayerModules],
+    policy: PoliciesLike,
+    placement: PlacementsLike,
+    plan: Plan | None,
+) -> tuple[Any, list[Any]]:
+    """Policies, and what was given as placement, one a layer: read before any layer is run."""
+    count = len(found_layers)
+    placements = [placement_for(placement, index, count) for index in range(count)]
+    if plan is not None:
+        if not isinstance(plan, Plan):
+            raise ValueError(f"plan is a {type(plan).__name__}: allowed is a Plan (Plan.load).")
+        plan.check_layers(count)
+        if policy is None:
+            policy = [plan.policy_of(index) for index in range(count)]
+        if placement is None:
+            placements = [plan.placement_of(index) for index in range(count)]
+    return read_model_policies(policy, model, count), placements
+
+
+def _layers(
+    model: nn.Module,
+    found_layers: list[LayerModules],
+    placements: list[Any],
+    running: Running,
+    parallel: bool,
+) -> list[AttachedLayer]:
+    """Run every layer once on random rows, and make of it what stands in for its experts."""
+
+    def made(kind: type[AttachedLayer]) -> list[AttachedLayer]:
+        layers = []
+        for index, (modules, given) in enumerate(zip(found_layers, placements, strict=True)):
+            found: Probe = probe(modules)
+            experts = count_experts(modules, found)
+            placement = read_placement(given, experts, modules.name)
+            layers.append(kind(modules, found, experts, index, running, placement))
+        return layers
+
+    if not parallel:
+        return made(AttachedLayer)
+    from paceline.engines.transformers.expert_parallel_layer import ParallelLayer, gathered
+
+    with gathered(model):
+        return made(ParallelLayer)
+
+
+def _models(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """The model and those of its parts that are models themselves and hold MoE layers."""
+    wanted = {id(block) for block in blocks}
+    found = [model]
+    for module in model.modules():
+        if module is model or not isinstance(module, PreTrainedModel):
+            continue
+        if any(id(m) in wanted for m in module.modules() if m is not module):
+            found.append(module)
+    return found

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
-from paceline.engines.transformers.config import load_policy
-from paceline.engines.transformers.context import TokenSource, modality_tokens, parameter_names
+from paceline.engines.transformers.arguments import modality_tokens, parameter_names
+from paceline.engines.transformers.forwards import free, stands_in
+from paceline.engines.transformers.labels import UserLabels
 from paceline.engines.transformers.layer import AttachedLayer
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing.route import check_binding
 
 
-def check_model(model: nn.Module) -> None:
+def check_model(model: Any) -> None:
+    """Refuse what can't be attached; a copy of a model that is detached by now is freed first."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}: allowed is a torch module.")
     if isinstance(model, torch._dynamo.eval_frame.OptimizedModule) or any(
@@ -22,48 +26,16 @@ def check_model(model: nn.Module) -> None:
         raise ValueError(f"{type(model).__name__} is already compiled: attach first, then compile.")
     if model.training:
         raise ValueError(f"{type(model).__name__} is in training mode: call eval() first.")
+    free(model)
     for name, module in model.named_modules():
-        forward = module.__dict__.get("forward")
-        if isinstance(getattr(forward, "__self__", None), AttachedLayer):
+        if stands_in(module.__dict__.get("forward")) is not None:
             raise ValueError(
-                f"{type(model).__name__} is already attached (layer {name}): detach it first."
+                f"{type(model).__name__} is already attached, or copied from a model that is "
+                f"(module {name or 'itself'}): detach that one first."
             )
 
 
-def as_policy(policy: CapacityPolicy | str | None, model: nn.Module) -> CapacityPolicy:
-    if policy is None:
-        return CapacityPolicy(mode="observe")
-    if policy == "config":
-        kept = load_policy(model)
-        if kept is None:
-            raise ValueError('policy="config": the model\'s config has no capacity_policy.')
-        return kept
-    if isinstance(policy, str):
-        return CapacityPolicy.parse(policy)
-    if not isinstance(policy, CapacityPolicy):
-        raise ValueError(
-            f"policy is a {type(policy).__name__}: allowed is a CapacityPolicy or its short form."
-        )
-    return policy
-
-
-def placement_of(
-    layer: AttachedLayer, placement: ExpertPlacement | int | None
-) -> ExpertPlacement | None:
-    if placement is None:
-        return None
-    if isinstance(placement, int):
-        return ExpertPlacement.contiguous(layer.num_experts, placement)
-    if placement.num_experts != layer.num_experts:
-        raise ValueError(
-            f"placement has {placement.num_experts} experts, layer {layer.name} has "
-            f"{layer.num_experts}: "
-            "allowed is the same number, or a number of devices."
-        )
-    return placement
-
-
-def check_layer(layer: AttachedLayer, policy: CapacityPolicy, token_source: TokenSource) -> None:
+def check_layer(layer: AttachedLayer, policy: CapacityPolicy, labels: UserLabels) -> None:
     """Refuse what this layer can't do, before anything changes."""
     if not policy.caps:
         return
@@ -71,9 +43,8 @@ def check_layer(layer: AttachedLayer, policy: CapacityPolicy, token_source: Toke
     check_binding(policy, placement, layer.k)
     if policy.keep == "score" and layer.scoring.rule is None:
         raise ValueError(
-            f'keep="score" is not possible for layer {layer.name}: '
-            f"{layer.scoring.reason}; allowed is "
-            'keep="weight", "first", "last" or "random".'
+            f'keep="score" is not possible for layer {layer.name}: {layer.scoring.reason}; allowed '
+            'is keep="weight", "first", "last" or "random".'
         )
     if policy.expand is not None and not layer.scoring.expands:
         raise ValueError(
@@ -81,11 +52,10 @@ def check_layer(layer: AttachedLayer, policy: CapacityPolicy, token_source: Toke
             f"{layer.scoring.reason}."
         )
     for field, wanted in (("pool", "source"), ("expand", "own_device")):
-        if getattr(policy, field) == wanted and token_source is None:
+        if getattr(policy, field) == wanted and labels.source is None:
             raise ValueError(
-                f'{field}="{wanted}" needs token_source, the device on which each token '
-                "lives: allowed is "
-                '"sequence", a tensor or a function.'
+                f'{field}="{wanted}" needs token_source, the device on which each token lives: '
+                'allowed is "sequence", a tensor or a function.'
             )
 
 

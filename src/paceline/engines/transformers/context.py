@@ -7,22 +7,24 @@ what the policy needs is derived from them at most once a forward, and only when
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
-from paceline.engines.transformers.forwards import argument_names
-
-TokenSource: TypeAlias = (
-    Literal["sequence"] | Callable[[int, int, torch.device], Tensor] | Tensor | None
+from paceline.engines.transformers.arguments import (
+    MODALITY_OF_TYPE,
+    cache_of,
+    cached_tokens,
+    is_padding_mask,
+    modality_tokens,
+    tokens_of,
 )
+from paceline.engines.transformers.generation import Generation
+from paceline.engines.transformers.labels import NO_LABELS, UserLabels
+
 _T = TypeVar("_T")
-_CACHES = ("cache", "past_key_values", "cache_params")
 _TOKEN_TYPES = ("mm_token_type_ids", "moe_mm_token_type_ids")
-_MODALITY_OF_TYPE = {"image": 1, "video": 2, "audio": 3}
-"""Values of Transformers' mm_token_type_ids; 0 is text."""
 
 
 def _once(method: Callable[[ForwardContext], _T]) -> _T:
@@ -44,7 +46,8 @@ class ForwardContext:
     Args:
         arguments: of the forward, by name.
         config: of the model that runs, for its modality token ids.
-        token_source: what tells on which device a token lives.
+        labels: what the user says of tokens.
+        generation: the `generate` that runs the forward, None outside one.
         counts_past: whether anybody will ask what was cached before; a mask that needs it does.
 
     Attributes:
@@ -52,18 +55,25 @@ class ForwardContext:
             doesn't tell.
         shape: (batch, length) of the tokens, None without them.
         rows: batch * length, None without tokens.
+        step: number of the forward, a 0-d tensor, where anybody counts.
+        rules: in force for this forward, one a layer.
     """
 
     def __init__(
         self,
         arguments: dict[str, Any],
         config: Any,
-        token_source: TokenSource,
+        labels: UserLabels = NO_LABELS,
+        generation: Generation | None = None,
         counts_past: bool = True,
     ) -> None:
-        self._arguments, self._config, self._token_source = arguments, config, token_source
+        self._arguments, self._config, self._labels = arguments, config, labels
+        self._generation, self._counts_past = generation, counts_past
         self._known: dict[str, Any] = {}
-        self.tokens = tokens = _tokens(arguments)
+        self._inner_calls: dict[int, int] = {}
+        self.step: Tensor | int = 0
+        self.rules: tuple[Any, ...] = ()
+        self.tokens = tokens = tokens_of(arguments)
         self.shape: tuple[int, int] | None = None
         self.rows: int | None = None
         if tokens is not None:
@@ -71,23 +81,72 @@ class ForwardContext:
             self.shape, self.rows = (batch, length), batch * length
         mask = arguments.get("attention_mask")
         self._past: int | Tensor = 0
-        if counts_past or (mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2)):
-            self._past = _cached_tokens(arguments)  # read now: the forward adds to the cache
+        if counts_past or (mask is not None and not is_padding_mask(mask)):
+            self._past = cached_tokens(arguments)  # read now: the forward adds to the cache
 
-    def has_tokens_of(self, arguments: dict[str, Any]) -> bool:
-        """Whether a forward inside this one, called so, gets these tokens, in this or other form.
+    # -- forwards inside this one -----------------------------------------------------------------
 
-        It does too where it is given none that can be seen.
+    def of_inner(self, arguments: dict[str, Any], module: int) -> dict[str, Any] | None:
+        """What is known of the tokens of a forward inside this one, called with `arguments`.
+
+        A language model inside another model mostly gets the same tokens, in this or another form.
+        But a module may run it twice, on other tokens or under another mask.
+
+        Args:
+            arguments: of the inner forward.
+            module: a number of its own for each inner module.
+
+        Returns:
+            None where this context says it, else the arguments of one that does.
         """
+        calls = self._inner_calls.get(module, 0)
+        self._inner_calls[module] = calls + 1
+        tokens, mask = tokens_of(arguments), arguments.get("attention_mask")
         if self.tokens is None:
+            return arguments
+        if tokens is None or self.shape is None:
+            return None
+        if tokens.shape[:2] != self.shape:
+            return arguments
+        own = self._arguments.get("attention_mask")
+        if not tokens.is_floating_point() and not self._same_ids(tokens):
+            return arguments
+        if is_padding_mask(mask):
+            given = {name: value for name, value in arguments.items() if value is not None}
+            return None if mask is own else {**self._arguments, **given}
+        if calls == 0 or tokens is self.tokens:
+            return None
+        # the same module once more, on embeddings of its own: only what it is given now counts
+        known = mask is not None or own is None
+        return arguments if known else {}
+
+    def inside(self, arguments: dict[str, Any], config: Any) -> ForwardContext:
+        """The context of a forward inside this one, with arguments that `of_inner` gave."""
+        config = self._config if config is None else config
+        inner = ForwardContext(arguments, config, self._labels, self._generation, self._counts_past)
+        inner.step, inner.rules = self.step, self.rules
+        return inner
+
+    def _same_ids(self, ids: Tensor) -> bool:
+        """Whether these are this forward's ids, itself or a view of them."""
+        own = self.tokens
+        if ids is own:
+            return True
+        if own is None or own.is_floating_point() or torch.compiler.is_compiling():
             return False
-        tokens = _tokens(arguments)
-        return tokens is None or tokens is self.tokens or tokens.shape[:2] == self.shape
+        return ids.data_ptr() == own.data_ptr() and ids.stride() == own.stride()
+
+    # -- what is said of the tokens ---------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
         """Where the tokens are."""
         return torch.device("cpu") if self.tokens is None else self.tokens.device
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether the forward was given a mask of any kind, readable or not."""
+        return any(value is not None for name, value in self._arguments.items() if "mask" in name)
 
     @property
     def _ends(self) -> Tensor | None:
@@ -100,22 +159,61 @@ class ForwardContext:
         return starts[1:] if packed and isinstance(starts, Tensor) else None
 
     @property
+    def _restarts(self) -> Tensor | None:
+        """[batch, length] bool: where another sequence of the same row starts; None: none can.
+
+        Sequences packed into one row without a mask or a cache are told apart by their positions
+        alone: Transformers' own masks say so (`find_packed_sequence_indices`).
+        """
+        positions, mask = self._arguments.get("position_ids"), self._arguments.get("attention_mask")
+        if self.shape is None or mask is not None or cache_of(self._arguments) is not None:
+            return None
+        if not isinstance(positions, Tensor) or positions.dim() != 2:
+            return None
+        if positions.shape[1] != self.shape[1] or self.shape[1] == 1:
+            return None
+        return torch.diff(positions, prepend=positions[:, :1] - 1) != 1
+
+    @property
     def num_requests(self) -> int:
-        """Requests of this forward, as far as the host knows."""
-        return len(self._ends) if self._ends is not None else self.shape[0] if self.shape else 0
+        """Requests of this forward, as far as the host knows without waiting for a device."""
+        if self._ends is not None:
+            return len(self._ends)
+        if self.shape is None:
+            return 0
+        told_apart = self._restarts is not None or self._labels.request is not None
+        request = self.request if told_apart and self.device.type == "cpu" else None
+        return self.shape[0] if request is None else len(torch.unique(request))
 
     @_once
     def valid(self) -> Tensor | None:
-        """[rows] bool, False for padding; None: every token is real."""
-        mask = self._arguments.get("attention_mask")
+        """[rows] bool, False for what is no token: padding, a sequence that has ended; None: all.
+
+        Raises:
+            ValueError: if the mask can't be read, or the user's labels don't fit this batch.
+        """
         if self.shape is None:
             return None
+        parts = [self._unpadded(), self._labels.of("valid", *self.shape, self.device)]
+        ended = None if self._generation is None else self._generation.ended
+        if ended is not None and ended.shape[0] == self.shape[0]:
+            parts.append((~ended).to(self.device).repeat_interleave(self.shape[1]))
+        valid: Tensor | None = None
+        for part in parts:
+            if part is not None:
+                valid = part if valid is None else valid & part
+        return valid
+
+    def _unpadded(self) -> Tensor | None:
+        """[rows] bool, False for padding, as the forward's arguments say; None: no padding."""
+        assert self.shape is not None
+        mask = self._arguments.get("attention_mask")
         if self._ends is not None:
             return torch.arange(self.shape[1], device=self.device) < self._ends[-1]
-        if mask is None:
-            return None
         if isinstance(mask, dict):
             mask = mask.get("full_attention", next(iter(mask.values()), None))
+        if mask is None:
+            return None
         batch, length = self.shape
         if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= length:
             own = mask[:, -1] if length == 1 else mask[:, -length:].reshape(-1)
@@ -128,13 +226,10 @@ class ForwardContext:
                 return own.reshape(-1)
             if own.shape == (1, length):
                 return own.expand(batch, length).reshape(-1)
-        if mask is None:
-            return None
         shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
-            f"attention_mask {shape} can't be read as padding: allowed is [batch, tokens "
-            "so far] or "
-            "[batch, 1, length, tokens so far]."
+            f"attention_mask {shape} can't be read as padding: allowed is [batch, tokens so far] "
+            "or [batch, 1, length, tokens so far]."
         )
 
     @_once
@@ -144,19 +239,36 @@ class ForwardContext:
 
     @property
     def is_decode(self) -> bool:
-        """Whether the host knows that every sequence adds one token to what is cached."""
+        """Whether the host knows that every sequence has reached generation.
+
+        `generate` knows. Elsewhere whatever comes behind cached tokens is taken for generated, one
+        token or several (guesses to be verified); a prompt in parts is told by `token_decode`.
+        """
+        if self._labels.decode is not None:
+            return False  # the user knows, token by token
         if self._ends is not None:
-            return self._arguments.get("max_length_q") == 1 and _cache(self._arguments) is not None
-        return self.shape is not None and self.shape[1] == 1 and self.past_length > 0
+            return (
+                self._arguments.get("max_length_q") == 1 and cache_of(self._arguments) is not None
+            )
+        if self.shape is None:
+            return False
+        if self._generation is not None:
+            return self._generation.decoding
+        return self.past_length > 0
 
     @_once
     def decode(self) -> Tensor | None:
-        """[rows] bool, True for a token that is the only one its sequence adds; None: none is."""
+        """[rows] bool, True for a token of a sequence that has reached generation; None: none."""
+        if self.shape is None or self.rows is None:
+            return None
+        said = self._labels.of("decode", *self.shape, self.device)
+        if said is not None:
+            return said
         if self._ends is not None and self.request is not None and self.position is not None:
             lengths = torch.diff(self._ends, prepend=self._ends.new_zeros(1))
             last = len(lengths) - 1
-            return (lengths[self.request.clamp(max=last)] == 1) & (self.position > 0)
-        if not self.is_decode or self.rows is None:
+            return (lengths[self._packed.clamp(max=last)] == 1) & (self.position > 0)
+        if not self.is_decode:
             return None
         return torch.ones(self.rows, dtype=torch.bool, device=self.device)
 
@@ -166,24 +278,40 @@ class ForwardContext:
         if self.shape is None:
             return None
         batch, length = self.shape
-        mask = self._arguments.get("attention_mask")
-        if isinstance(mask, Tensor) and mask.dim() == 2:
-            return ((mask != 0).long().cumsum(1) - 1)[:, -length:].reshape(-1)
+        mask: Any = self._arguments.get("attention_mask")
+        if is_padding_mask(mask):
+            real: Tensor = mask != 0
+            return (real.long().cumsum(1) - 1)[:, -length:].reshape(-1)
         positions = self._arguments.get("position_ids")
-        if isinstance(positions, Tensor) and positions.shape == self.shape:
-            return positions.reshape(-1).long()
+        if isinstance(positions, Tensor) and positions.shape in ((1, length), (batch, length)):
+            return positions.expand(batch, length).reshape(-1).long()
         row = torch.arange(length, device=self.device) + self.past_length
         return row.expand(batch, length).reshape(-1)
 
     @_once
     def request(self) -> Tensor | None:
-        """[rows] int64: the row of the batch, or the packed sequence, is the request."""
+        """[rows] int64: the row of the batch, or the sequence packed into it, is the request."""
         if self.shape is None:
             return None
+        said = self._labels.of("request", *self.shape, self.device)
+        if said is not None:
+            return said.long()
         if self._ends is not None:
-            row = torch.arange(self.shape[1], device=self.device, dtype=self._ends.dtype)
-            return torch.searchsorted(self._ends, row, right=True)
-        return torch.arange(self.shape[0], device=self.device).repeat_interleave(self.shape[1])
+            return self._packed
+        batch, length = self.shape
+        row = torch.arange(batch, device=self.device)
+        restarts = self._restarts
+        if restarts is None:
+            return row.repeat_interleave(length)
+        return (restarts.cumsum(1) + row.unsqueeze(1) * length).reshape(-1)
+
+    @property
+    def _packed(self) -> Tensor:
+        """[rows] which sequence of a packed row each token belongs to."""
+        assert self._ends is not None
+        assert self.shape is not None
+        row = torch.arange(self.shape[1], device=self.device, dtype=self._ends.dtype)
+        return torch.searchsorted(self._ends, row, right=True)
 
     @_once
     def modality(self) -> dict[str, Tensor]:
@@ -191,8 +319,8 @@ class ForwardContext:
         if self.shape is None:
             return {}
         length = self.shape[1]
-        mask = self._arguments.get("attention_mask")
-        so_far = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else length
+        mask: Any = self._arguments.get("attention_mask")
+        so_far = mask.shape[1] if is_padding_mask(mask) else length
         for name in _TOKEN_TYPES:
             kinds = self._arguments.get(name)
             # a prompt's types that decode steps still carry say nothing of the new token
@@ -202,36 +330,52 @@ class ForwardContext:
                 and kinds.shape[1] in (length, so_far)
             ):
                 kinds = kinds[:, -length:].reshape(-1)
-                return {m: kinds == value for m, value in _MODALITY_OF_TYPE.items()}
+                return {m: kinds == value for m, value in MODALITY_OF_TYPE.items()}
         ids = self._arguments.get("input_ids")
         if not isinstance(ids, Tensor):
             return {}
         return {m: ids.reshape(-1) == token for m, token in modality_tokens(self._config).items()}
 
     def source(self, num_devices: int) -> Tensor | None:
-        """[rows] int64 device on which each token lives.
+        """[rows] int64 device on which each token lives; None: nobody says.
 
         Raises:
             ValueError: if the user's token_source doesn't fit this batch.
         """
-        kind = self._token_source
-        if kind is None or self.shape is None:
+        if self.shape is None:
             return None
         batch, length = self.shape
-        if isinstance(kind, str):
+        if isinstance(self._labels.source, str):
             device = torch.arange(batch, device=self.device) * num_devices // batch
             return device.repeat_interleave(length)
-        given = kind(batch, length, self.device) if callable(kind) else kind.to(self.device)
-        if given.numel() == batch * length:
-            return given.reshape(-1)
-        if given.shape == (batch,):
-            return given.repeat_interleave(length)
-        raise ValueError(
-            f"token_source has shape {list(given.shape)}: allowed is [{batch}] or "
-            f"[{batch}, {length}]."
+        return self._labels.of("source", batch, length, self.device)
+
+    # -- layers that see other rows ---------------------------------------------------------------
+
+    def rows_of(self, per_token: Tensor | None, rows: int, layer: str) -> Any:
+        """Values [batch * length], of the rows that a layer sees.
+
+        Args:
+            per_token: [batch * length] values, or None.
+            rows: that the layer sees.
+            layer: its name.
+
+        Raises:
+            RuntimeError: if the layer sees other rows, and which ones is unknown.
+        """
+        if per_token is None or per_token.shape[0] == rows:
+            return per_token
+        index = self._subset(rows, layer)
+        if index is not None:
+            return per_token[index]
+        if per_token.dtype is torch.bool and bool(per_token.all()):
+            return None  # no padding anywhere, so none here
+        raise RuntimeError(
+            f"layer {layer} sees {rows} rows of a batch of {list(self.shape or ())} tokens, and "
+            "which tokens they are is unknown: allowed is a batch without padding, or no policy."
         )
 
-    def subset(self, rows: int, layer: str) -> Tensor | None:
+    def _subset(self, rows: int, layer: str) -> Tensor | None:
         """[rows] indices into the batch of a layer that sees only text, or only other, tokens.
 
         None where no such subset has that many rows.
@@ -245,66 +389,3 @@ class ForwardContext:
             if len(index) == rows:
                 return index
         return None
-
-
-def _cache(arguments: dict[str, Any]) -> Any:
-    """The cache a forward is given, under whichever name."""
-    return next((c for name in _CACHES if (c := arguments.get(name)) is not None), None)
-
-
-def _cached_tokens(arguments: dict[str, Any]) -> int | Tensor:
-    """Tokens in a forward's cache; where a device counts them, no host waits for it."""
-    cache = _cache(arguments)
-    if not hasattr(cache, "get_seq_length"):
-        return 0
-    try:
-        length = cache.get_seq_length()
-    except ValueError:  # a cache of linear attention layers alone counts no tokens
-        return int(bool(getattr(cache, "has_previous_state", lambda: False)()))
-    return length.clone() if isinstance(length, Tensor) else int(length)
-
-
-def modality_tokens(config: Any) -> dict[str, int]:
-    """Modality -> id of the placeholder token that a config names for it."""
-    found = {}
-    parts = [config, getattr(config, "thinker_config", None)]
-    for modality in _MODALITY_OF_TYPE:
-        for part in parts:
-            for ending in ("token_id", "token_index"):
-                token = getattr(part, f"{modality}_{ending}", None)
-                if isinstance(token, int) and modality not in found:
-                    found[modality] = token
-    return found
-
-
-def forward_models(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """The model and those of its parts that are models themselves and hold MoE layers."""
-    wanted = {id(block) for block in blocks}
-    found = [model]
-    for module in model.modules():
-        if module is model or not isinstance(module, PreTrainedModel):
-            continue
-        if any(id(m) in wanted for m in module.modules() if m is not module):
-            found.append(module)
-    return found
-
-
-def _tokens(arguments: dict[str, Any]) -> Tensor | None:
-    """Ids [batch, length] or embeddings [batch, length, hidden] a forward is given, if any."""
-    for name in ("input_ids", "inputs_embeds", "decoder_input_ids"):
-        tokens = arguments.get(name)
-        if isinstance(tokens, Tensor) and tokens.dim() >= 2:
-            return tokens
-    return None
-
-
-def named_arguments(
-    names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """A call's arguments by name."""
-    return {**dict(zip(names, args, strict=False)), **kwargs} if args else kwargs
-
-
-def parameter_names(module: nn.Module) -> list[str]:
-    """Names of a module's forward parameters, in order."""
-    return argument_names(module.forward)

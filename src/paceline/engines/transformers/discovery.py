@@ -10,56 +10,28 @@ silently left alone.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from paceline.engines.transformers.probe import Sighting
+from paceline.engines.transformers.modules import ROUTER_NAMES, LayerModules
 
-_ROUTER_NAMES = ("gate", "router")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EXPERT_CLASS = re.compile(r"(?<!Shared)Experts?(?!Parallel)")
 
 
-EXPERT_PARALLEL = "_paceline_ep"
-"""Where an experts module keeps its `ExpertParallel`, if it has one."""
-
-
-def spread_over_ranks(experts: nn.Module) -> bool:
-    """Whether Paceline's expert parallelism brings these experts their tokens."""
-    return EXPERT_PARALLEL in experts.__dict__
-
-
-@dataclass(frozen=True, eq=False)
-class Site:
-    """One MoE layer as found: where it is, before anything is known of what it computes."""
-
-    name: str
-    block: nn.Module
-    experts: nn.Module
-    router: nn.Module
-
-    @property
-    def device(self) -> torch.device:
-        """Where the experts are."""
-        return next(iter(self.experts.parameters())).device
-
-
-def find_sites(model: nn.Module) -> list[Site]:
+def find_layers(model: nn.Module) -> list[LayerModules]:
     """The MoE layers of a model, in order.
 
     Raises:
         ValueError: if there is none (a dense model), or one that doesn't follow the seam.
     """
-    sites = []
+    layers = []
     for name, block in model.named_modules():
         experts = block._modules.get("experts")
         if experts is None:
             continue
-        routers = [block._modules[n] for n in _ROUTER_NAMES if block._modules.get(n) is not None]
+        routers = [child for child in ROUTER_NAMES if block._modules.get(child) is not None]
         if not routers:
             raise ValueError(
                 f"layer {name} ({type(block).__name__}) can't be handled: it has experts, but no "
@@ -67,38 +39,36 @@ def find_sites(model: nn.Module) -> list[Site]:
             )
         if not any(True for _ in experts.parameters()):
             raise ValueError(
-                f"layer {name} ({type(block).__name__}) can't be handled: its experts "
-                "have no weights."
+                f"layer {name} ({type(block).__name__}) can't be handled: its experts have no "
+                "weights."
             )
-        if any(p.is_meta for m in (experts, routers[0]) for p in m.parameters()):
+        if any(p.is_meta for m in (experts, block._modules[routers[0]]) for p in m.parameters()):
             raise ValueError(
                 f"layer {name} can't be handled: weights are on the meta device (offloaded, or not "
                 "loaded yet)."
             )
-        sites.append(Site(name, block, experts, routers[0]))
-    _refuse_leftovers(model, sites)
-    return sites
+        layers.append(LayerModules(name, block, experts, routers[0]))
+    _refuse_leftovers(model, layers)
+    return layers
 
 
-def _refuse_leftovers(model: nn.Module, sites: list[Site]) -> None:
+def _refuse_leftovers(model: nn.Module, layers: list[LayerModules]) -> None:
     """Nothing that looks like experts may be left out silently."""
-    covered = {id(m) for site in sites for m in site.block.modules()}
+    covered = {id(m) for layer in layers for m in layer.block.modules()}
     for name, module in model.named_modules():
         if id(module) not in covered and _EXPERT_CLASS.search(type(module).__name__):
             raise ValueError(
-                f"layer {name} ({type(module).__name__}) can't be handled: it has experts "
-                "that are not "
-                "called as experts(hidden_states, top_k_index, top_k_weights) beside a "
-                "gate or router."
+                f"layer {name} ({type(module).__name__}) can't be handled: it has experts that are "
+                "not called as experts(hidden_states, top_k_index, top_k_weights) beside a gate or "
+                "router."
             )
-    if sites:
+    if layers:
         return
     count = _configured_experts(getattr(model, "config", None))
     if count > 1:
         raise ValueError(
-            f"{type(model).__name__} can't be handled: its config names {count} experts, "
-            "but no layer "
-            "has experts called as experts(hidden_states, top_k_index, top_k_weights)."
+            f"{type(model).__name__} can't be handled: its config names {count} experts, but no "
+            "layer has experts called as experts(hidden_states, top_k_index, top_k_weights)."
         )
     raise ValueError(
         f"{type(model).__name__} has no Mixture-of-Experts layer: it is a dense model."
@@ -110,39 +80,3 @@ def _configured_experts(config: Any) -> int:
     parts = [config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", ()))]
     counts = [getattr(part, key, None) for part in parts for key in _EXPERT_COUNTS]
     return max((c for c in counts if isinstance(c, int)), default=0)
-
-
-def count_experts(site: Site, sighting: Sighting) -> int:
-    """Experts of a layer that compute something: what its module says, else its weights.
-
-    Raises:
-        ValueError: if that is unknown.
-    """
-    if spread_over_ranks(site.experts):
-        return int(site.experts.__dict__[EXPERT_PARALLEL].num_experts)
-    stated = getattr(site.experts, "num_experts", None)
-    stacked = [p.shape[0] for p in site.experts.parameters() if p.dim() == 3]
-    if isinstance(stated, int):
-        count = stated
-    elif stacked:
-        count = min(stacked)
-    elif isinstance(site.experts, (nn.ModuleList, nn.ModuleDict)):
-        count = len(site.experts)
-    elif sighting.logits is not None:
-        count = sighting.logits.shape[1]
-    else:
-        raise ValueError(f"layer {site.name} can't be handled: how many experts it has is unknown.")
-    if getattr(site.experts, "_is_expert_parallel", False):
-        raise ValueError(
-            f"layer {site.name} can't be handled: its experts are spread over ranks "
-            "(expert parallelism) by "
-            "an implementation that doesn't skip dropped slots; load the model with "
-            "DistributedConfig(..., "
-            'ep_implementation="paceline").'
-        )
-    if sighting.logits is not None and sighting.logits.shape[1] < count:
-        raise ValueError(
-            f"layer {site.name} can't be handled: its router scores {sighting.logits.shape[1]} of "
-            f"{count} experts."
-        )
-    return count

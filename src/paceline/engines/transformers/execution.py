@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.generic import GeneralInterface
 
-from paceline.engines.transformers.discovery import Site
 from paceline.engines.transformers.forwards import undisturbed
-from paceline.engines.transformers.probe import Sighting
+from paceline.engines.transformers.modules import LayerModules
+from paceline.engines.transformers.probe import Probe
 
 _WITH_SENTINEL = ("grouped_mm", "deepgemm", "sonicmoe")
 """Implementations that skip sentinels while `_is_expert_parallel` is set."""
@@ -31,10 +31,10 @@ class Execution:
             experts).
     """
 
-    def __init__(self, site: Site, sighting: Sighting, num_experts: int) -> None:
-        experts: Any = site.experts
+    def __init__(self, modules: LayerModules, found: Probe, num_experts: int) -> None:
+        experts: Any = modules.experts
         self._experts, self._num_experts = experts, num_experts
-        self.wide_ids = bool((sighting.ids >= num_experts).any())
+        self.wide_ids = bool((found.ids >= num_experts).any())
         self._interface = _interface(experts)
         # somebody else's forward must be heard; Accelerate's only moves tensors around the stock
         self._moved = hasattr(experts, "_hf_hook")
@@ -43,10 +43,10 @@ class Execution:
         if self._interface is not None and not self._replaced:
             eager = partial(type(experts).forward.__wrapped__, experts)
         self._eager_skips = not self.wide_ids and _skips_sentinel(
-            site, eager, sighting, num_experts
+            modules, eager, found, num_experts
         )
         if not self.wide_ids and not self._eager_skips:
-            _check_one_slot(site, sighting)
+            _check_one_slot(modules, found)
 
     def __call__(
         self, original: Callable[..., Tensor], hidden: Tensor, ids: Tensor, weights: Tensor
@@ -119,44 +119,43 @@ def _interface(experts: nn.Module) -> Any:
     return None
 
 
-def _check_one_slot(site: Site, sighting: Sighting) -> None:
+def _check_one_slot(modules: LayerModules, found: Probe) -> None:
     """The experts must take one expert a row, for `_compacted`.
 
     Raises:
         ValueError: naming the layer.
     """
-    ids = sighting.ids[:2, :1]
+    ids = found.ids[:2, :1]
     try:
-        with torch.no_grad(), undisturbed(site.block):
-            out = site.experts.forward(sighting.hidden[:2], ids, sighting.weights[:2, :1])
+        with torch.no_grad(), undisturbed(modules.block):
+            out = modules.experts.forward(found.hidden[:2], ids, found.weights[:2, :1])
         fits = isinstance(out, Tensor) and out.numel() == 2 * out.shape[-1]
     except Exception:
         fits = False
     if not fits:
         raise ValueError(
-            f"layer {site.name} can't be handled: its experts neither skip the id one "
-            "past the last nor take "
-            "one expert a token."
+            f"layer {modules.name} can't be handled: its experts neither skip the id one past the "
+            "last nor take one expert a token."
         )
 
 
 def _skips_sentinel(
-    site: Site, eager: Callable[..., Tensor], sighting: Sighting, num_experts: int
+    modules: LayerModules, eager: Callable[..., Tensor], found: Probe, num_experts: int
 ) -> bool:
     """Whether an experts' own loop leaves ids equal to the number of experts out, weights unread.
 
     Only tried on a CPU: on an accelerator an index out of range is fatal to the process.
     """
-    if site.device.type != "cpu":
+    if modules.device.type != "cpu":
         return False
-    hidden = sighting.hidden[:2]
+    hidden = found.hidden[:2]
     one = torch.zeros((2, 1), dtype=torch.int64)
-    unit = torch.ones((2, 1), dtype=sighting.weights.dtype)
+    unit = torch.ones((2, 1), dtype=found.weights.dtype)
     ids = torch.tensor([[0, num_experts], [num_experts, num_experts]])
     weights = torch.full((2, 2), torch.nan, dtype=unit.dtype)
     weights[0, 0] = 1
     try:
-        with torch.no_grad(), undisturbed(site.block):
+        with torch.no_grad(), undisturbed(modules.block):
             want, got = eager(hidden, one, unit), eager(hidden, ids, weights)
     except Exception:
         return False

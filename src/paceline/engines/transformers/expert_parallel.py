@@ -21,8 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
-from paceline.engines.transformers.discovery import EXPERT_PARALLEL, find_sites
+from paceline.engines.settings import PlacementsLike, placement_for, read_placement
+from paceline.engines.transformers.discovery import find_layers
 from paceline.engines.transformers.expert_parallel_link import ExpertParallelError, Link, join
+from paceline.engines.transformers.modules import EXPERT_PARALLEL, LayerModules
 from paceline.placement import ExpertPlacement
 
 __all__ = ["NAME", "ExpertParallel", "ExpertParallelError", "PacelineEP", "join", "place_experts"]
@@ -206,7 +208,7 @@ EPImplementationInterface.register(NAME, PacelineEP)
 
 def place_experts(
     model: nn.Module,
-    placement: ExpertPlacement,
+    placement: PlacementsLike,
     *,
     batch: Literal["own", "shared"] = "own",
     group: dist.ProcessGroup | None = None,
@@ -218,7 +220,7 @@ def place_experts(
 
     Args:
         model: loaded alike on every rank, without DistributedConfig.
-        placement: expert -> rank of the group.
+        placement: expert -> rank of the group, one for all layers or one a layer, as for `attach`.
         batch: "own": every rank runs tokens of its own; "shared": all run the same tokens.
         group: the ranks; None: all.
 
@@ -232,18 +234,15 @@ def place_experts(
     link = Link(group)
     link.agree("placement", placement)
     link.agree("batch", batch)
-    if placement.num_devices != link.size:
-        raise ValueError(
-            f"placement has {placement.num_devices} devices: allowed is the number of "
-            f"ranks, {link.size}."
-        )
-    sites = find_sites(model)
-    for site in sites:
-        _check_stacked(site.name, site.experts, placement)
-    for site in sites:
-        keep_experts(site.experts, placement.experts_of(link.rank))
-        local: Any = site.experts
-        parallel = ExpertParallel(local.forward, placement, link, batch == "shared", site.name)
+    layers = find_layers(model)
+    placed = [
+        (modules, _placed(modules, placement_for(placement, index, len(layers)), link))
+        for index, modules in enumerate(layers)
+    ]
+    for modules, where in placed:
+        keep_experts(modules.experts, where.experts_of(link.rank))
+        local: Any = modules.experts
+        parallel = ExpertParallel(local.forward, where, link, batch == "shared", modules.name)
         local.__dict__[EXPERT_PARALLEL] = parallel
         local.__dict__["forward"] = _forward_of(parallel)
 
@@ -265,18 +264,28 @@ def _forward_of(parallel: ExpertParallel) -> Callable[..., Tensor]:
     return forward
 
 
-def _check_stacked(name: str, experts: Any, placement: ExpertPlacement) -> None:
-    weights = list(experts.parameters(recurse=False))
-    count = getattr(experts, "num_experts", None)
+def _placed(modules: LayerModules, given: Any, link: Link) -> ExpertPlacement:
+    """Where the experts of a layer go.
+
+    Raises:
+        ValueError: if they can't go there, or anywhere.
+    """
+    name, experts = modules.name, modules.experts
+    count, weights = getattr(experts, "num_experts", None), list(experts.parameters(recurse=False))
     if getattr(experts, "_is_expert_parallel", False):
         raise ValueError(f"layer {name} is spread over ranks already.")
-    if count != placement.num_experts:
-        raise ValueError(
-            f"placement has {placement.num_experts} experts, layer {name} has {count}: "
-            "allowed is the same number."
-        )
-    if any(weight.dim() < 2 or weight.shape[0] != count for weight in weights) or not weights:
+    stacked = all(weight.dim() >= 2 and weight.shape[0] == count for weight in weights)
+    if not isinstance(count, int) or not weights or not stacked:
         raise ValueError(
             f"layer {name} ({type(experts).__name__}) can't be spread: its experts are no stacked "
             "weights [experts, ...]."
         )
+    placement = read_placement(given, count, name)
+    if placement is None:
+        placement = ExpertPlacement.contiguous(count, link.size)
+    if placement.num_devices != link.size:
+        raise ValueError(
+            f"placement has {placement.num_devices} devices: allowed is the number of ranks, "
+            f"{link.size}."
+        )
+    return placement

@@ -8,137 +8,169 @@ their own rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from fractions import Fraction
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paceline.engines.transformers.discovery import (
+from paceline.engines.transformers.expert_parallel import ExpertParallel
+from paceline.engines.transformers.labels import UserLabels
+from paceline.engines.transformers.layer import AttachedLayer, ReplacedExperts
+from paceline.engines.transformers.modules import (
     EXPERT_PARALLEL,
-    Site,
+    LayerModules,
     spread_over_ranks,
 )
-from paceline.engines.transformers.expert_parallel import ExpertParallel
-from paceline.engines.transformers.layer import AttachedLayer
-from paceline.engines.transformers.probe import Sighting, observe
+from paceline.engines.transformers.probe import Probe
+from paceline.engines.transformers.rules import LayerRule, layer_rule, load_of_a_rank
+from paceline.engines.transformers.running import Running
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import Assignment, RoutingInputs, route
 from paceline.routing.budget import Budget
 from paceline.routing.metrics import registered_keeps
 
-if TYPE_CHECKING:
-    from paceline.engines.transformers.running import Running
-
 
 class ParallelLayer(AttachedLayer):
     """Stands in for the forward of an experts module that is spread over ranks."""
 
-    def __init__(self, site: Site, sighting: Sighting, index: int, running: Running) -> None:
-        super().__init__(site, sighting, index, running)
-        self.parallel: ExpertParallel = site.experts.__dict__[EXPERT_PARALLEL]
-        self.parallel.layer = site.name
+    def __init__(
+        self,
+        modules: LayerModules,
+        found: Probe,
+        num_experts: int,
+        index: int,
+        running: Running,
+        placement: ExpertPlacement | None,
+    ) -> None:
+        self.parallel: ExpertParallel = modules.experts.__dict__[EXPERT_PARALLEL]
+        self.parallel.layer = modules.name
+        # the experts are where they are
+        where = self.parallel.placement
+        if placement not in (None, where):
+            raise ValueError(
+                f"placement is not where the experts of layer {modules.name} are: expert -> rank "
+                f"is {list(where.expert_to_device)}; allowed is that, or None."
+            )
+        super().__init__(modules, found, num_experts, index, running, where)
+        self._experts_forward = self.parallel.experts_forward
         if self._execution.wide_ids:
             raise ValueError(
-                f"layer {site.name} can't be handled: its router names experts that no rank has."
+                f"layer {self.name} can't be handled: its router names experts that no rank has."
             )
-        self.set_placement(None)
-
-    def set_placement(self, placement: ExpertPlacement | None) -> None:
-        """The experts are where they are: any other placement is an error.
-
-        Raises:
-            ValueError: if `placement` is another one.
-        """
-        parallel = self.site.experts.__dict__[EXPERT_PARALLEL]
-        if placement not in (None, parallel.placement):
-            raise ValueError(
-                f"placement is not where the experts of layer {self.name} are: expert -> rank is "
-                f"{list(parallel.placement.expert_to_device)}; allowed is that, or None."
-            )
-        super().set_placement(parallel.placement)
 
     def applicable(self, policy: CapacityPolicy) -> CapacityPolicy:
-        """The same policy on all ranks; with a batch a rank, a pool not named is "source"."""
+        """With a batch a rank, a pool not named is "source"."""
         own_batches = not self.parallel.shares_batch
         if policy.caps and own_batches and "pool" not in policy.model_fields_set:
-            policy = policy.replace(pool="source")
-        self.parallel.link.agree("policy", str(policy))
+            return policy.replace(pool="source")
         return policy
 
-    def _idle(self, rows: int, on_cpu: bool) -> bool:
-        if not self.parallel.shares_batch and self._running.policy.pool == "batch":
-            return False  # with a common budget no rank may decide alone to stay out
-        return super()._idle(rows, on_cpu)
+    def agree(self, name: str, value: Any) -> None:
+        """Check that all ranks mean the same.
 
-    def _min_expert_load(self, policy: CapacityPolicy, device_type: str) -> float:
-        # an expert gets tokens of all ranks, about as many from each
-        enough = super()._min_expert_load(policy, device_type)
-        return enough if self.parallel.shares_batch else _a_rank(enough, self.parallel.link.size)
+        Raises:
+            ValueError: on every rank, if they don't.
+        """
+        self.parallel.link.agree(name, value)
 
-    def _route(self, inputs: RoutingInputs) -> Assignment:
-        policy = self._running.policy
-        if self.parallel.shares_batch:
-            return route(inputs, policy, self.placement)
-        if policy.pool != "batch":
-            policy = own_share(policy, self.parallel.link.size, inputs.topk_ids.device.type)
-            return route(inputs, policy, self.placement)
-        return route_together(inputs, policy, self.parallel, self.placement)
+    def rule(self, policy: CapacityPolicy) -> LayerRule:
+        """What a policy means for this layer, on this rank."""
+        who = decides(policy, self.parallel)
+        ranks = self.parallel.link.size if who == "a rank, for a share" else 1
+        return layer_rule(policy, self.k, self.num_experts, ranks, who == "all ranks together")
 
-    def _compute(
+    def _route(self, inputs: RoutingInputs, policy: CapacityPolicy) -> Assignment:
+        return decide(inputs, policy, self.parallel)
+
+    def replace_experts(self, replaced: ReplacedExperts | None) -> None:
+        """Have this rank's experts computed by something else; None: by the layer itself again."""
+        own = self._experts_forward
+        self.parallel.experts_forward = (
+            own if replaced is None else partial(replaced, self.name, own)
+        )
+
+    def _run_kept(
         self, hidden: Tensor, ids: Tensor, weights: Tensor, assignment: Assignment
     ) -> Tensor:
         # no shortcut where nothing is kept: the other ranks wait for this one's part
         return self._original(hidden, assignment.topk_ids, assignment.topk_weights)
 
 
-def parallel_layers(
-    model: nn.Module,
-    sites: list[Site],
-    running: Running,
-    policy: Any,
-    placement: Any,
-    token_source: Any,
-) -> list[AttachedLayer]:
-    """The layers of a model whose experts are spread over ranks, all of which must call this alike.
+def agreed_labels(
+    layers: Sequence[LayerModules], policy: Any, placement: Any, labels: UserLabels
+) -> UserLabels:
+    """What all ranks must ask for alike, and where tokens live if each rank has its own.
 
     Raises:
         ValueError: if the ranks differ in what they ask for, or only some layers are spread.
     """
-    for site in sites:
-        if not spread_over_ranks(site.experts):
-            raise ValueError(f"layer {site.name} is not spread over ranks, as other layers are.")
-    parallel: ExpertParallel = sites[0].experts.__dict__[EXPERT_PARALLEL]
+    for modules in layers:
+        if not spread_over_ranks(modules.experts):
+            raise ValueError(f"layer {modules.name} is not spread over ranks, as other layers are.")
+    parallel: ExpertParallel = layers[0].experts.__dict__[EXPERT_PARALLEL]
     parallel.link.agree("placement", placement)
     parallel.link.agree("policy", str(policy))
-    if not parallel.shares_batch:
-        if token_source is not None:
-            raise ValueError(
-                "token_source is not allowed where every rank has a batch of its own: a token "
-                "lives on its rank."
-            )
-        rank = parallel.link.rank
-        running.token_source = lambda batch, length, device: torch.full(
-            (batch * length,), rank, device=device
+    if parallel.shares_batch:
+        return labels
+    if labels.source is not None:
+        raise ValueError(
+            "token_source is not allowed where every rank has a batch of its own: a token lives on "
+            "its rank."
         )
-    with gathered(model):
-        return [ParallelLayer(site, observe(site), i, running) for i, site in enumerate(sites)]
+    return replace(labels, source=_OnRank(parallel.link.rank))
 
 
-@lru_cache(maxsize=64)
-def _a_rank(enough: float, ranks: int) -> float:
-    return float(Fraction(str(enough)) / ranks)
+class _OnRank:
+    """Every token lives on one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __call__(self, batch: int, length: int, device: torch.device) -> Tensor:
+        return torch.full((batch * length,), self.rank, device=device)
+
+
+# -- who decides -----------------------------------------------------------------------------------
+
+
+def decides(policy: CapacityPolicy, parallel: ExpertParallel) -> str:
+    """Who decides over which tokens, under expert parallelism.
+
+    Ranks that share a batch decide alike, each for itself; so does a rank for requests, which are
+    its own. With a batch a rank, one sees a share of an expert's tokens and decides for that
+    (pool="source"), or all decide together (pool="batch").
+    """
+    if parallel.shares_batch or not policy.caps or policy.pool == "request":
+        return "a rank, for all it must know"
+    return "all ranks together" if policy.pool == "batch" else "a rank, for a share"
+
+
+def decide(inputs: RoutingInputs, policy: CapacityPolicy, parallel: ExpertParallel) -> Assignment:
+    """This rank's assignment of its tokens; all ranks must call it alike.
+
+    Args:
+        inputs: of this rank's tokens.
+        policy: the same on all ranks.
+        parallel: how the layer's experts are spread.
+    """
+    who, placement = decides(policy, parallel), parallel.placement
+    if who == "all ranks together":
+        return route_together(inputs, policy, parallel, placement)
+    if who == "a rank, for a share":
+        policy = own_share(policy, parallel.link.size, inputs.topk_ids.device.type)
+    return route(inputs, policy, placement)
 
 
 @lru_cache(maxsize=64)
 def own_share(policy: CapacityPolicy, ranks: int, device_type: str) -> CapacityPolicy:
     """The policy for one rank's tokens: it sees about one in `ranks` of an expert's tokens."""
     enough = policy.resolved_min_expert_load(device_type)
-    return policy.replace(min_expert_load=_a_rank(enough, ranks))
+    return policy.replace(min_expert_load=load_of_a_rank(enough, ranks))
 
 
 def route_together(

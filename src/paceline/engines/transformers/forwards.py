@@ -1,4 +1,4 @@
-"""Calling a module's forward, or standing in for it, without leaving a trace."""
+"""Calling a module's forward, or standing in for one of its methods, without leaving a trace."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -23,36 +25,113 @@ def bind(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     return (*args, *(kwargs[n] for n in names[len(args) :] if n in kwargs)) if kwargs else args
 
 
+def named_arguments(
+    names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """A call's arguments by name."""
+    return {**dict(zip(names, args, strict=False)), **kwargs} if args else kwargs
+
+
 def first_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The first argument of a call, by name or not."""
     return args[0] if args else next(iter(kwargs.values()))
 
 
-_MISSING = object()
+# -- standing in -----------------------------------------------------------------------------------
 
 
-def stand_in(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Give one module instance another forward; returns what puts the former one back."""
-    former = module.__dict__.get("forward", _MISSING)
-    module.__dict__["forward"] = forward
+class Switch:
+    """Whether stand-ins do anything: one for a model and all its copies, off after `detach`."""
 
-    def undo() -> None:
-        if former is _MISSING:
-            module.__dict__.pop("forward", None)
-        else:
-            module.__dict__["forward"] = former
+    def __init__(self) -> None:
+        self.on = True
 
-    return undo
+    def __deepcopy__(self, memo: Any) -> Switch:
+        return self
+
+
+_MARK = "_paceline_stand_in"
+
+
+@dataclass(frozen=True, eq=False)
+class StandIn:
+    """A method that one module instance has instead of its own.
+
+    Attributes:
+        module: that has it.
+        name: of the method.
+        double: what is called instead.
+        former: what the module's own `__dict__` had under that name: at most one value.
+        switch: whether it does anything.
+    """
+
+    module: nn.Module
+    name: str
+    double: Callable[..., Any]
+    former: tuple[Any, ...]
+    switch: Switch
+
+    def undo(self) -> None:
+        """Put the former method back; one that somebody has wrapped stays, switched off."""
+        if self.module.__dict__.get(self.name) is self.double:
+            _put_back(self.module, self.name, self.former)
+
+
+def stand_in(
+    module: nn.Module, switch: Switch, function: Callable[..., Any], name: str = "forward"
+) -> StandIn:
+    """Give one module instance another method.
+
+    Not a pair of hooks: of a small model's decode step they cost twice as much. And nothing that
+    closes over the module: a copy of the model must run itself.
+    """
+    double = partial(function)
+    update_wrapper(double, getattr(module, name))
+    entry = StandIn(module, name, double, _own(module, name), switch)
+    double.__dict__[_MARK] = entry
+    module.__dict__[name] = double
+    return entry
+
+
+def _own(module: nn.Module, name: str) -> tuple[Any, ...]:
+    return (module.__dict__[name],) if name in module.__dict__ else ()
+
+
+def _put_back(module: nn.Module, name: str, former: tuple[Any, ...]) -> None:
+    if former:
+        module.__dict__[name] = former[0]
+    else:
+        module.__dict__.pop(name, None)
+
+
+def stands_in(value: Any) -> StandIn | None:
+    """The stand-in whose double a value is, None for anything else."""
+    entry = getattr(value, "__dict__", {}).get(_MARK)
+    return entry if isinstance(entry, StandIn) and entry.double is value else None
+
+
+def free(model: nn.Module) -> None:
+    """Take out stand-ins that are switched off: what a copy of a once attached model still has."""
+    for module in model.modules():
+        for value in list(module.__dict__.values()):
+            entry = stands_in(value)
+            while entry is not None and not entry.switch.on:
+                entry.undo()
+                entry = stands_in(module.__dict__.get(entry.name))
+
+
+# -- probing ---------------------------------------------------------------------------------------
 
 
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Give one module instance another forward for a while."""
-    undo = stand_in(module, forward)
+    former = _own(module, "forward")
+    module.__dict__["forward"] = forward
     try:
         yield
     finally:
-        undo()
+        _put_back(module, "forward", former)
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")

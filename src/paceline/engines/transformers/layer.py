@@ -3,130 +3,185 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, update_wrapper
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from paceline.engines.transformers.discovery import Site, count_experts
+from paceline.engines.facts import Facts
+from paceline.engines.transformers.context import ForwardContext
 from paceline.engines.transformers.execution import Execution
-from paceline.engines.transformers.forwards import argument_names, bind, first_argument, stand_in
-from paceline.engines.transformers.probe import Sighting
+from paceline.engines.transformers.forwards import (
+    StandIn,
+    argument_names,
+    bind,
+    first_argument,
+    stand_in,
+)
+from paceline.engines.transformers.modules import LayerModules
+from paceline.engines.transformers.probe import Probe
+from paceline.engines.transformers.rules import LayerRule, layer_rule
+from paceline.engines.transformers.running import Running
 from paceline.engines.transformers.scores import Scoring, find_scoring
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import Assignment, RoutingInputs, route
-from paceline.routing.capacity import tokens_needed
 from paceline.routing.priority import token_priorities
 from paceline.routing.stats import LoadAccumulator
 
-if TYPE_CHECKING:
-    from paceline.engines.transformers.running import Running
+RunExperts: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(hidden [..., hidden], ids [tokens, slots], weights [tokens, slots]) -> [..., hidden]; an id
+equal to the number of experts is left out."""
+
+ReplacedExperts: TypeAlias = Callable[[str, RunExperts, Tensor, Tensor, Tensor], Tensor]
+"""Called with a layer's name, its own way to run experts, and what these are given."""
 
 
 class AttachedLayer:
     """Stands in for the forward of one experts module.
 
     Args:
-        site: where the layer is.
-        sighting: what it did with random rows.
+        modules: of the layer.
+        found: what it did with random rows.
+        num_experts: of the layer.
         index: of the layer among the model's MoE layers.
-        running: the policy and the running forward, shared by all layers.
+        running: what all layers share.
+        placement: of the experts; None: every expert is a device of its own.
 
     Raises:
         ValueError: naming the layer and why it can't be handled.
     """
 
-    def __init__(self, site: Site, sighting: Sighting, index: int, running: Running) -> None:
-        self.site, self.index, self._running = site, index, running
-        self.name = site.name
-        self.k = sighting.ids.shape[1]
-        self.num_experts = count_experts(site, sighting)
-        self.scoring: Scoring = find_scoring(site, sighting, self.num_experts)
-        self._names = argument_names(site.experts.forward)
-        self._execution = Execution(site, sighting, self.num_experts)
-        self._original: Callable[..., Tensor] = site.experts.forward
-        self._router_call: tuple[Tensor, Any] | None = None
-        self._few = (0, 0)  # rows below which nothing is capped, elsewhere and on a CPU
-        self._undo: dict[str, Callable[[], None]] = {}
+    def __init__(
+        self,
+        modules: LayerModules,
+        found: Probe,
+        num_experts: int,
+        index: int,
+        running: Running,
+        placement: ExpertPlacement | None,
+    ) -> None:
+        self.modules, self.index, self._running = modules, index, running
+        self.name, self.num_experts, self.placement = modules.name, num_experts, placement
+        self.k = found.ids.shape[1]
+        self.scoring: Scoring = find_scoring(modules, found, num_experts)
+        self._names = argument_names(modules.experts.forward)
+        self._execution = Execution(modules, found, num_experts)
+        self._original: Callable[..., Tensor] = modules.experts.forward
+        self._replaced: ReplacedExperts | None = None
+        self._stand_in: StandIn | None = None
+        self._router_watch: StandIn | _LastHook | None = None
         # where only the router could be tried, that the block calls its experts is seen later
-        self.unproven = not sighting.ran_block
-        self.set_placement(None)
-
-    def set_placement(self, placement: ExpertPlacement | None) -> None:
-        """Place the experts; statistics start anew."""
-        self.placement = placement
-        counted = placement or ExpertPlacement.per_expert(self.num_experts)
+        self.ran_block = found.ran_block
+        counted = placement or ExpertPlacement.per_expert(num_experts)
         with torch.inference_mode(False):  # counts go on outside of it
-            self.loads = LoadAccumulator(self.name, counted, self.k, self.site.device)
+            self.loads = LoadAccumulator(self.name, counted, self.k, modules.device)
+
+    # -- following a policy -----------------------------------------------------------------------
 
     def applicable(self, policy: CapacityPolicy) -> CapacityPolicy:
-        """The policy as it applies to this model; over ranks, all must ask for the same one."""
+        """The policy as it applies to this layer."""
         return policy
+
+    def agree(self, name: str, value: Any) -> None:
+        """Over ranks, check that all mean the same."""
+
+    def rule(self, policy: CapacityPolicy) -> LayerRule:
+        """What a policy means for this layer."""
+        return layer_rule(policy, self.k, self.num_experts)
 
     # -- taking the place of experts.forward ------------------------------------------------------
 
     def install(self) -> None:
         """Take the place of the experts' forward."""
-        self._undo["experts"] = stand_in(self.site.experts, self.forward)
+        self._stand_in = stand_in(self.modules.experts, self._running.switch, self.forward)
 
     def remove(self) -> None:
         """Put everything back as it was."""
-        while self._undo:
-            self._undo.popitem()[1]()
-        self._router_call = None
+        for double in (self._router_watch, self._stand_in):
+            if double is not None:
+                double.undo()
+        self._router_watch = self._stand_in = None
 
-    def watch_router(self, wanted: bool) -> None:
-        """Keep what the router says, while a policy needs scores."""
-        wanted = wanted or self.unproven
-        if not wanted and "router" in self._undo:
-            self._undo.pop("router")()
-            self._router_call = None
-        elif wanted and "router" not in self._undo:
-            run = self.site.router.forward
-            kept = update_wrapper(partial(self._run_router, run), run)
-            self._undo["router"] = stand_in(self.site.router, kept)
+    def watch_router(self) -> None:
+        """Keep what the router says from here on, as the block gets it.
+
+        An adapter, a wrapper or a hook may be put on the router at any time, so this is asked
+        before every forward that may need scores.
+        """
+        router, watch = self.modules.router, self._router_watch
+        hooks = router._forward_hooks
+        last = next(reversed(hooks)) if hooks else router.__dict__.get("forward")
+        if watch is not None and watch.module is router and watch.double is last:
+            return
+        if watch is not None:
+            watch.undo()
+        if router._forward_hooks:  # what they change is what the block gets: be the last of them
+            handle = router.register_forward_hook(self._keep_router_call, with_kwargs=True)
+            self._router_watch = _LastHook(router, handle.id, handle)
+            return
+        run = partial(self._run_router, router.forward)
+        self._router_watch = stand_in(router, self._running.switch, run)
 
     def _run_router(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         out = run(*args, **kwargs)
-        self._router_call = (first_argument(args, kwargs), out)
+        self._keep_router_call(None, args, kwargs, out)
         return out
+
+    def _keep_router_call(self, _: Any, args: Any, kwargs: Any, out: Any) -> None:
+        running = self._running
+        if running.switch.on:
+            running.here.router[self.name] = (first_argument(args, kwargs), out)
 
     # -- running ----------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The experts' forward: `(hidden_states, top_k_index, top_k_weights)`, by name or not."""
+        running = self._running
+        if not running.switch.on:
+            return self._original(*args, **kwargs)
         hidden, ids, weights = bind(self._names, args, kwargs) if kwargs else args
-        running, rows = self._running, ids.shape[0]
-        self.unproven = False
-        if not running.routes or self._idle(rows, ids.is_cpu):
-            self.loads.observe(ids, self._valid(rows))
-            return self._original(hidden, ids, weights)
-        assignment = self._route(self._inputs(ids, weights))
+        here, rows = running.here, ids.shape[0]
+        router = here.router.pop(self.name, None) if here.router else None
+        context = here.context
+        rule: LayerRule = (running.rules if context is None else context.rules)[self.index]
+        if context is None or context.rows is None:
+            context = running.unknown_tokens(rule, self.name, rows, ids.device)
+        watchers = running.watchers
+        if rule.stays_out(context, rows, ids.is_cpu) and not watchers:
+            self.loads.observe(ids, self._valid(context, rows))
+            return self._run(hidden, ids, weights)
+        facts = rule.facts if not watchers else Facts.union(rule.facts, running.watched_facts)
+        inputs = self._inputs(context, facts, rule.policy, ids, weights, router)
+        assignment = self._route(inputs, rule.policy)
         with torch.no_grad():
-            self.loads.add(assignment)
-        if running.policy.mode != "enforce":
+            if rule.routes:
+                self.loads.add(assignment)
+            else:
+                self.loads.observe(ids, inputs.valid)
+            for watcher, _ in watchers:
+                watcher(self.name, inputs, assignment)
+        if not rule.routes or rule.policy.mode != "enforce":
+            return self._run(hidden, ids, weights)
+        return self._run_kept(hidden, ids, weights, assignment)
+
+    def _route(self, inputs: RoutingInputs, policy: CapacityPolicy) -> Assignment:
+        return route(inputs, policy, self.placement)
+
+    def replace_experts(self, replaced: ReplacedExperts | None) -> None:
+        """Have experts computed by something else; None: by the layer itself again."""
+        self._replaced = replaced
+
+    def _run(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The experts on the model's own choice."""
+        if self._replaced is None:
             return self._original(hidden, ids, weights)
-        return self._compute(hidden, ids, weights, assignment)
+        return self._replaced(self.name, self._run_some, hidden, ids, weights)
 
-    def check_ran(self) -> None:
-        """After a forward: a router that chose experts nobody ran here means a layer out of reach.
-
-        Raises:
-            RuntimeError: naming the layer.
-        """
-        if self.unproven and self._router_call is not None:
-            raise RuntimeError(
-                f"layer {self.name} can't be handled: its router ran, but not its "
-                "experts' forward (is it "
-                "replaced by a kernel?); detach to go on without it."
-            )
-
-    def _route(self, inputs: RoutingInputs) -> Assignment:
-        return route(inputs, self._running.policy, self.placement)
-
-    def _compute(
+    def _run_kept(
         self, hidden: Tensor, ids: Tensor, weights: Tensor, assignment: Assignment
     ) -> Tensor:
         """The experts on what was kept."""
@@ -136,103 +191,74 @@ class AttachedLayer:
             beyond = nn.functional.pad(ids >= self.num_experts, (0, kept_ids.shape[1] - self.k))
             kept_ids = torch.where(beyond, _widened(ids.long(), kept_ids), kept_ids)
             kept_weights = torch.where(beyond, _widened(weights, kept_weights), kept_weights)
-        return self._execution(self._original, hidden, kept_ids, kept_weights)
+        if self._replaced is None:
+            return self._run_some(hidden, kept_ids, kept_weights)
+        return self._replaced(self.name, self._run_some, hidden, kept_ids, kept_weights)
 
-    def follow(self, policy: CapacityPolicy) -> None:
-        """Make ready for a policy, before it is put in force."""
-        self.watch_router(policy.caps and self.scoring.rule is not None)
-        loads = [self._min_expert_load(policy, device) for device in ("cuda", "cpu")]
-        elsewhere, on_cpu = (tokens_needed(load, self.k, self.num_experts) for load in loads)
-        self._few = elsewhere, on_cpu
+    def _run_some(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return self._execution(self._original, hidden, ids, weights)
 
-    def _idle(self, rows: int, on_cpu: bool) -> bool:
-        """Whether it is certain on the host that nothing will be capped."""
-        if rows < self._few[on_cpu]:
-            return True
-        policy, context = self._running.policy, self._running.context
-        return policy.phase == "prefill" and context is not None and context.is_decode
+    # -- what routing is told ---------------------------------------------------------------------
 
-    def _min_expert_load(self, policy: CapacityPolicy, device_type: str) -> float:
-        """Mean tokens an expert, of this layer's rows, below which nothing is capped."""
-        return policy.resolved_min_expert_load(device_type)
-
-    def _valid(self, rows: int) -> Tensor | None:
-        context = self._running.context
-        if context is None or context.rows is None:
-            return None
-        if context.rows == rows:
-            return context.valid
+    def _valid(self, context: ForwardContext, rows: int) -> Tensor | None:
         valid: Tensor | None = context.valid
-        return None if valid is None else self._rows(valid, rows)
+        if valid is None or context.rows == rows:
+            return valid
+        own: Tensor | None = context.rows_of(valid, rows, self.name)
+        return own
 
-    def _inputs(self, ids: Tensor, weights: Tensor) -> RoutingInputs:
-        running, rows = self._running, ids.shape[0]
-        policy, context = running.policy, running.context
-        scores = None
-        if self.scoring.rule is not None:
-            if self._router_call is None:
+    def _inputs(
+        self,
+        context: ForwardContext,
+        facts: Facts,
+        policy: CapacityPolicy,
+        ids: Tensor,
+        weights: Tensor,
+        router: tuple[Tensor, Any] | None,
+    ) -> RoutingInputs:
+        rows = ids.shape[0]
+
+        def told(per_token: Tensor | None) -> Any:
+            return context.rows_of(per_token, rows, self.name)
+
+        scores = source = position = None
+        # not every policy ranks by scores, but all are told what share of them they kept
+        if self.scoring.rule is not None and (policy.caps or facts.scores):
+            if router is None:
                 raise RuntimeError(f"layer {self.name}: its experts ran before its router.")
-            scores = self.scoring(*self._router_call, ids)
-            self._router_call = None
-        source = request = priority = decode = None
-        if context is None or context.rows is None:
-            if policy.pool != "batch" or policy.protect_first or policy.drop_first:
-                raise RuntimeError(
-                    f"layer {self.name} ran outside a forward of the attached model, so "
-                    "which request, "
-                    f"position and modality a token has is unknown, which {policy} needs."
-                )
-            valid = None
-        else:
-            valid = self._valid(rows)
-            if policy.pool == "source" or policy.expand == "own_device":
-                devices = self.num_experts if self.placement is None else self.placement.num_devices
-                source = self._rows(context.source(devices), rows)
-            if policy.pool == "request":
-                request = self._rows(context.request, rows)
-            modality = (
-                {m: self._rows(t, rows) for m, t in context.modality.items()}
-                if policy.drop_first
-                else {}
-            )
-            position = self._rows(context.position, rows) if policy.protect_first else None
-            priority = token_priorities(policy, modality, position)
-            if policy.phase == "prefill":
-                decode = self._rows(context.decode, rows)
+            scores = self.scoring(*router, rows)
+        if facts.source:
+            devices = self.num_experts if self.placement is None else self.placement.num_devices
+            source = told(context.source(devices))
+        modality = {m: told(t) for m, t in context.modality.items()} if facts.modality else {}
+        if facts.position:
+            position = told(context.position)
+        step = context.step
         return RoutingInputs(
             topk_ids=ids,
             topk_weights=weights,
             scores=scores,
-            valid=valid,
+            valid=self._valid(context, rows),
             token_source=source,
-            token_request=request,
-            token_priority=priority,
-            token_decode=decode,
+            token_request=told(context.request) if facts.request else None,
+            token_priority=token_priorities(policy, modality, position),
+            token_decode=told(context.decode) if facts.decode else None,
             num_experts=self.num_experts,
             layer=self.index,
-            step=running.step.to(ids.device) if policy.keep == "random" else 0,
+            step=step.to(ids.device) if isinstance(step, Tensor) else step,
         )
 
-    def _rows(self, per_token: Tensor | None, rows: int) -> Any:
-        """Values [batch * length] of the rows that this layer sees.
 
-        Raises:
-            RuntimeError: if the layer sees other rows, and which ones is unknown.
-        """
-        context = self._running.context
-        assert context is not None
-        if per_token is None or per_token.shape[0] == rows:
-            return per_token
-        index = context.subset(rows, self.name)
-        if index is not None:
-            return per_token[index]
-        if per_token.dtype is torch.bool and bool(per_token.all()):
-            return None  # no padding anywhere, so none here
-        raise RuntimeError(
-            f"layer {self.name} sees {rows} rows of a batch of "
-            f"{list(context.shape or ())} tokens, and "
-            "which tokens they are is unknown: allowed is a batch without padding, or no policy."
-        )
+@dataclass(frozen=True, eq=False)
+class _LastHook:
+    """A forward hook on a router that has others; `double` is its key among them."""
+
+    module: nn.Module
+    double: Any
+    handle: RemovableHandle
+
+    def undo(self) -> None:
+        self.handle.remove()
 
 
 def _widened(given: Tensor, like: Tensor) -> Tensor:

@@ -1,118 +1,260 @@
-"""What the layers of one attached model share: the policy, and the forward that is running."""
+"""What the layers of one attached model share: the rules in force, and the forward that is running.
+
+Forwards of one model may overlap in several threads: each thread has a running forward, a running
+`generate` and router outputs of its own, and a forward keeps the rules that were in force when it
+began. Within a thread forwards nest and never overlap.
+"""
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Callable
-from functools import partial, update_wrapper
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from paceline.engines.transformers.context import (
-    ForwardContext,
-    TokenSource,
-    named_arguments,
-    parameter_names,
-)
-from paceline.engines.transformers.forwards import stand_in
-from paceline.policy import CapacityPolicy
+from paceline.engines.facts import NO_FACTS, Facts
+from paceline.engines.sharing import shares_budget, warn_of_sharing
+from paceline.engines.transformers.arguments import parameter_names
+from paceline.engines.transformers.context import ForwardContext
+from paceline.engines.transformers.forwards import StandIn, Switch, named_arguments, stand_in
+from paceline.engines.transformers.generation import Generation, GenerationWatch
+from paceline.engines.transformers.labels import UserLabels
+from paceline.engines.transformers.rules import LayerRule
+from paceline.routing import Assignment, RoutingInputs
 
-if TYPE_CHECKING:
-    from paceline.engines.transformers.layer import AttachedLayer
+Watcher: TypeAlias = Callable[[str, RoutingInputs, Assignment], None]
+"""Called with a layer's name, what routing was given and what came out."""
 
 
-class SharedBudgetWarning(UserWarning):
-    """Requests of one batch share a budget, so what one gets depends on the others."""
+class UnknownTokensWarning(UserWarning):
+    """Which rows of a layer are padding is unknown, so all are counted as tokens."""
+
+
+class Here(threading.local):
+    """What is running in one thread.
+
+    Attributes:
+        context: of the running forward, None outside one.
+        generation: the running `generate`, None outside one.
+        router: layer -> input and output of its router, until its experts have run.
+    """
+
+    def __init__(self) -> None:
+        self.context: ForwardContext | None = None
+        self.generation: Generation | None = None
+        self.router: dict[str, tuple[Tensor, Any]] = {}
 
 
 class Running:
-    """What the layers of one attached model share: the policy and the forward that is running.
+    """What the layers of one attached model share.
+
+    Args:
+        labels: what the user says of tokens.
 
     Attributes:
-        policy: in force.
-        routes: whether the policy can drop anything, or count what would be dropped.
-        context: of the running forward, None outside one.
+        rules: in force, one a layer.
+        here: what is running in the calling thread.
+        switch: of all stand-ins.
         step: number of the forward, from 0, counted while keep="random" asks for it; a tensor, so
             that a compiled model isn't compiled anew for every forward.
-        unproven: layers of which it isn't known yet that their experts are reached.
+        watchers: see every routed forward; with the facts that they ask for.
+        before_forward: called before every forward.
     """
 
-    def __init__(self, token_source: TokenSource) -> None:
-        self.policy = CapacityPolicy()
-        self.routes = self._counts_past = False
-        self.context: ForwardContext | None = None
+    def __init__(self, labels: UserLabels) -> None:
+        self.labels = labels
+        self.rules: tuple[LayerRule, ...] = ()
+        self.switch = Switch()
         with torch.inference_mode(False):
             self.step = torch.tensor(-1)
-        self.unproven: list[AttachedLayer] = []
-        self._warned = False
-        self.token_source = token_source
+        self.before_forward: tuple[Callable[[], None], ...] = ()
+        self._routes = self._counts_past = self._counts_steps = False
+        self._warned_of_sharing = self._warned_of_unknown = False
+        self._watched_modules = 0
+        self._of_this_process()
 
-    def follow(self, policy: CapacityPolicy) -> None:
-        """Put a policy in force."""
-        self.policy, self.routes = policy, policy.caps
-        self._counts_past = policy.phase == "prefill" or policy.protect_first > 0
+    def _of_this_process(self) -> None:
+        self.here = Here()
+        self._lock = threading.Lock()
+        self.watchers: tuple[tuple[Watcher, Facts], ...] = ()
+        self.watched_facts = NO_FACTS
 
-    def watch(self, module: nn.Module) -> Callable[[], None]:
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy runs forwards of its own, which nobody watches."""
+        own = ("here", "_lock", "watchers", "watched_facts")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._of_this_process()
+
+    @property
+    def context(self) -> ForwardContext | None:
+        """Of the forward that runs in this thread, None outside one."""
+        return self.here.context
+
+    def follow(self, rules: Sequence[LayerRule]) -> None:
+        """Put rules in force, one a layer; forwards that are running keep theirs."""
+        policies = [rule.policy for rule in rules if rule.routes]
+        self._counts_past = any(p.phase == "prefill" or p.protect_first for p in policies)
+        self._counts_steps = any(rule.facts.step for rule in rules)
+        self._shared = next((p for p in policies if shares_budget(p)), None)
+        self._routes = bool(policies)
+        self.rules = tuple(rules)
+
+    def prompt_alone(self) -> bool:
+        """Whether a prompt must be processed without guessed tokens behind it."""
+        return any(r.policy.phase == "prefill" and r.policy.mode == "enforce" for r in self.rules)
+
+    def watch(self, watcher: Watcher, facts: Facts) -> Callable[[], None]:
+        """Call `watcher` on every forward from now on; returns what ends it."""
+        entry = (watcher, facts)
+
+        def change(watchers: tuple[tuple[Watcher, Facts], ...]) -> None:
+            self.watched_facts = Facts.union(*(asked for _, asked in watchers))
+            self.watchers = watchers
+
+        with self._lock:
+            change((*self.watchers, entry))
+
+        def undo() -> None:
+            with self._lock:
+                change(tuple(other for other in self.watchers if other is not entry))
+
+        return undo
+
+    # -- following the model's forwards -----------------------------------------------------------
+
+    def follow_module(self, module: nn.Module) -> list[StandIn]:
         """Follow a module's forwards; the innermost one that brings tokens of its own counts.
 
         A language model inside another model mostly gets the same tokens; a vision tower gets
         patches, and a decoder its own tokens.
-
-        Returns:
-            What ends it.
         """
-        forward, names = module.forward, parameter_names(module)
+        names = parameter_names(module)
         takes_tokens = bool({"input_ids", "inputs_embeds"} & set(names))
         config = getattr(module, "config", None)
-        # Not a pair of hooks: of a small model's decode step they cost twice as much. And not a
-        # closure: a copy of the model must run itself.
-        watched = partial(self._watched, forward, names, takes_tokens, config)
-        return stand_in(module, update_wrapper(watched, forward))
+        self._watched_modules += 1
+        forward = partial(
+            self._forward, module.forward, names, takes_tokens, config, self._watched_modules
+        )
+        generation = GenerationWatch(self)
+        return [stand_in(module, self.switch, forward), *generation.follow(module)]
 
-    def _watched(
+    def _forward(
         self,
         forward: Callable[..., Any],
         names: list[str],
         takes_tokens: bool,
         config: Any,
+        number: int,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        outer, arguments = self.context, named_arguments(names, args, kwargs)
-        if outer is None or not (takes_tokens and outer.has_tokens_of(arguments)):
-            self._enter(ForwardContext(arguments, config, self.token_source, self._counts_past))
+        if not self.switch.on:
+            return forward(*args, **kwargs)
+        here, arguments = self.here, named_arguments(names, args, kwargs)
+        outer = here.context
+        if outer is None:
+            here.context = self._begin(arguments, config)
+        else:
+            inner = outer.of_inner(arguments, number) if takes_tokens else arguments
+            if inner is not None:
+                here.context = outer.inside(inner, config if inner is arguments else None)
         try:
             out = forward(*args, **kwargs)
+            if outer is None and here.router:
+                self._check_reached(here.router)
+            return out
         finally:
-            self.context = outer
-        if outer is None:
-            for layer in self.unproven:
-                layer.check_ran()
-        return out
+            here.context = outer
+            if outer is None and here.router:
+                here.router = {}
 
-    def _enter(self, context: ForwardContext) -> None:
-        """The tokens of `context` are what layers see from here."""
-        outermost, self.context = self.context is None, context
-        if not (self.routes and outermost):
-            return
-        if self.policy.keep == "random":
-            self.step.add_(1)
-        if not self._warned and not torch.compiler.is_compiling():
+    def _begin(self, arguments: dict[str, Any], config: Any) -> ForwardContext:
+        """The outermost forward: its tokens are what layers see from here."""
+        context = ForwardContext(
+            arguments, config, self.labels, self.here.generation, self._counts_past
+        )
+        context.rules = self.rules
+        if not torch.compiler.is_compiling():  # modules don't change while a graph is made of them
+            for prepare in self.before_forward:
+                prepare()
+        if not self._routes:
+            return context
+        if self._counts_steps:
+            context.step = self._next_step()
+        if not self._warned_of_sharing and not torch.compiler.is_compiling():
             self._warn_of_sharing(context)
+        return context
+
+    def _next_step(self) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self.step.add_(1).clone()
+        with self._lock:
+            return self.step.add_(1).clone()
 
     def _warn_of_sharing(self, context: ForwardContext) -> None:
         """Say once that users who share a batch affect each other (docs/method.md)."""
-        policy = self.policy
-        if policy.mode != "enforce" or policy.pool == "request":
-            return
-        if context.num_requests > 1:
-            self._warned = True
-            warnings.warn(
-                f'{context.num_requests} sequences share one budget under pool="{policy.pool}", so '
-                "what one of them gets depends on the others; where they belong to different "
-                'users, say pool="request".',
-                SharedBudgetWarning,
-                stacklevel=2,
+        requests = 0 if self._shared is None else context.num_requests
+        if self._shared is not None and requests > 1:
+            self._warned_of_sharing = True
+            warn_of_sharing(self._shared, requests, stacklevel=4)
+
+    def _check_reached(self, router: dict[str, tuple[Tensor, Any]]) -> None:
+        """A router that chose experts which nobody ran here means a layer out of reach.
+
+        Raises:
+            RuntimeError: naming the layer.
+        """
+        name = next(iter(router))
+        raise RuntimeError(
+            f"layer {name} can't be handled: its router ran, but not its experts' forward (is it "
+            "replaced by a kernel?); detach to go on without it."
+        )
+
+    # -- forwards that don't tell their tokens ----------------------------------------------------
+
+    def unknown_tokens(
+        self, rule: LayerRule, layer: str, rows: int, device: torch.device
+    ) -> ForwardContext:
+        """The context of a layer that runs outside a forward which tells its tokens.
+
+        Returns:
+            One sequence of so many tokens, as far as the user's labels tell of them.
+
+        Raises:
+            RuntimeError: if the rule in force must know what is unknown.
+        """
+        facts, labels = rule.facts, self.labels
+        said = {"source": labels.source, "request": labels.request, "decode": labels.decode}
+        missing = [n for n, given in said.items() if getattr(facts, n) and given is None]
+        missing += [name for name in ("position", "modality") if getattr(facts, name)]
+        outside = self.context is None or self.context.is_masked
+        if labels.valid is None and outside:
+            missing.insert(0, "valid")
+        if missing and rule.policy.caps and rule.policy.mode == "enforce":
+            names = {"valid": "padding"}
+            raise RuntimeError(
+                f"layer {layer} ran outside a forward of the attached model that tells its tokens, "
+                f"so their {names.get(missing[0], missing[0])} is unknown, which "
+                f'"{rule.policy}" needs: say it with token_valid, token_request, token_source or '
+                "token_decode of attach."
             )
+        if labels.valid is None and not self._warned_of_unknown:
+            self._warned_of_unknown = True
+            warnings.warn(
+                f"layer {layer} ran outside a forward of the attached model that tells its tokens: "
+                "every row is counted as a token, padding too; say which are tokens with token_valid "
+                "of attach.",
+                UnknownTokensWarning,
+                stacklevel=4,
+            )
+        ids = torch.empty((1, rows), dtype=torch.int64, device=device)
+        context = ForwardContext({"input_ids": ids}, None, labels, counts_past=False)
+        context.rules = self.rules
+        return context

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.engines.transformers.discovery import Site
-from paceline.engines.transformers.probe import Sighting, find_logits, observe
+from paceline.engines.transformers.modules import LayerModules
+from paceline.engines.transformers.probe import Probe, logits_of, probe
 
 RULES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda logits: logits.softmax(-1),
@@ -40,103 +40,142 @@ class Scoring:
         expands: whether an extra's weight is known as well (score times the token's own scale).
         reason: why `rule` is None or `expands` is False; empty where all is well.
         num_experts: experts that have a score; the router may know further classes.
-        gate: the router's linear map where logits come rounded and can be computed again in
-            float32.
+        logits_at: where the logits are among the tensors of the router's output.
+        linear: the router's linear map, where logits come rounded and follow from it.
     """
 
     rule: str | None
     expands: bool
     reason: str
     num_experts: int
-    gate: tuple[Tensor, Tensor | None] | None = None
+    logits_at: int = 0
+    linear: RouterLinear | None = None
 
-    def __call__(self, router_input: Tensor, router_output: Any, ids: Tensor) -> Tensor:
-        """[tokens, experts] float32 scores.
+    def __call__(self, router_input: Tensor, router_output: Any, rows: int) -> Tensor:
+        """[tokens, experts] float32 scores of what the router said.
 
         Raises:
             RuntimeError: if the router's output has no logits for these rows.
         """
         assert self.rule is not None
-        if self.gate is not None:
-            weight, bias = self.gate
-            rows = router_input.reshape(-1, weight.shape[1])
-            logits = F.linear(rows.float(), weight.float(), None if bias is None else bias.float())
-        else:
-            found = find_logits(router_output, ids)
-            if found is None:
-                raise RuntimeError(
-                    "the router returned no logits for the rows its experts were given."
-                )
-            logits = found.float()
-        return RULES[self.rule](logits)[:, : self.num_experts]
+        logits = logits_of(router_output, self.logits_at, rows)
+        if logits is None:
+            raise RuntimeError("the router returned no logits for the rows its experts were given.")
+        if self.linear is not None:
+            logits = self.linear.unrounded(router_input, logits)
+        return RULES[self.rule](logits.float())[:, : self.num_experts]
+
+
+@dataclass(frozen=True, eq=False)
+class RouterLinear:
+    """A router's linear map whose logits come rounded to half precision: rounding makes false ties.
+
+    The logits are computed again in float32 only while the map is what it was when it was found:
+    an adapter or a wrapper changes what the router says, and that is what counts.
+
+    Attributes:
+        modules: of the layer.
+        router: that the layer had.
+        holder: of the weight [classes, hidden]: the router, or its only part that has any.
+        name: of the holder within the router; empty: it is the router.
+    """
+
+    modules: LayerModules
+    router: nn.Module
+    holder: nn.Module
+    name: str
+
+    def unrounded(self, router_input: Tensor, logits: Tensor) -> Tensor:
+        """[rows, classes] float32 logits; a row that doesn't follow from the map stays as it is."""
+        if not self._unchanged():
+            return logits
+        again = self._again(router_input)
+        near = _within_rounding(again, logits).all(1, keepdim=True)
+        return torch.where(near, again, logits.float())
+
+    def follows(self, router_input: Tensor, logits: Tensor) -> bool:
+        """Whether these logits are just this map of this input."""
+        return bool(_within_rounding(self._again(router_input), logits).all())
+
+    def _again(self, router_input: Tensor) -> Tensor:
+        weight, bias = self.holder.weight, getattr(self.holder, "bias", None)
+        assert isinstance(weight, Tensor)
+        rows = router_input.reshape(-1, weight.shape[1]).float()
+        return F.linear(rows, weight.float(), bias.float() if isinstance(bias, Tensor) else None)
+
+    def _unchanged(self) -> bool:
+        """Whether the layer's router is still this one, and nothing was put on its weight."""
+        if self.modules.router is not self.router:
+            return False
+        if self.name and self.router.get_submodule(self.name) is not self.holder:
+            return False
+        # a parametrised weight is computed anew at every look
+        return "weight" in self.holder._parameters
+
+
+def _within_rounding(exact: Tensor, rounded: Tensor) -> Tensor:
+    """[rows, classes] bool: whether `rounded` is `exact` in the precision that it came in."""
+    step = torch.finfo(rounded.dtype).eps
+    rounded = rounded.float()
+    scale = rounded.abs() + 0.05 * rounded.abs().amax(1, keepdim=True)
+    return (exact - rounded).abs() <= step * scale
 
 
 @torch.no_grad()
-def find_scoring(site: Site, sighting: Sighting, num_experts: int) -> Scoring:
+def find_scoring(modules: LayerModules, found: Probe, num_experts: int) -> Scoring:
     """The scoring rule of a layer, from what it did with random rows."""
-    k = sighting.ids.shape[1]
-    if sighting.logits is None:
-        return Scoring(None, False, "its router returns no logits", num_experts)
-    if float(sighting.logits.float().std(1).max()) == 0:
-        return Scoring(None, False, "its router gives all experts the same logit", num_experts)
-    rule = _best_rule(sighting, num_experts)
-    if rule is not None and k == 1 and _constant(sighting.weights):
-        # One expert with weight 1 is proportional to anything: look at two of them.
-        second = _with_two(site)
-        rule = None if second is None else _best_rule(second, num_experts)
-        if rule is None:
-            return Scoring(
-                None,
-                False,
-                "one expert a token, always weighted alike, hides the scoring rule",
-                num_experts,
-            )
-    gate = _gate(site, sighting)
+
+    def unknown(reason: str) -> Scoring:
+        return Scoring(None, False, reason, num_experts)
+
+    if found.logits is None:
+        return unknown("its router returns no logits")
+    if float(found.logits.float().std(1).max()) == 0:
+        return unknown("its router gives all experts the same logit")
+    judged = found
+    if found.ids.shape[1] == 1 and _constant(found.weights):
+        # one expert with weight 1 is proportional to anything: look at two of them
+        two = _with_two(modules)
+        if two is None:
+            return unknown("one expert a token, always weighted alike, hides the scoring rule")
+        judged = two
+    rule = _best_rule(judged, num_experts)
+    at, linear = found.logits_at, _linear(modules, found)
     if rule is not None:
-        return Scoring(rule, True, "", num_experts, gate)
-    rule = _rule_with_expert_scale(sighting, num_experts)
+        return Scoring(rule, True, "", num_experts, at, linear)
+    rule = _rule_with_expert_scale(judged, num_experts)
     if rule is not None:
-        return Scoring(
-            rule,
-            False,
-            "its weights carry a factor of each expert, so an extra's is unknown",
-            num_experts,
-            gate,
-        )
-    return Scoring(
-        None,
-        False,
-        "its weights are proportional to no known scoring function of its logits",
-        num_experts,
-    )
+        reason = "its weights carry a factor of each expert, so an extra's is unknown"
+        return Scoring(rule, False, reason, num_experts, at, linear)
+    return unknown("its weights are proportional to no known scoring function of its logits")
 
 
 def _tolerance(weights: Tensor) -> float:
     return 1e-4 if weights.dtype in (torch.float32, torch.float64) else 2e-2
 
 
-def _best_rule(sighting: Sighting, num_experts: int) -> str | None:
+def _best_rule(found: Probe, num_experts: int) -> str | None:
     """The rule whose scores are most nearly proportional to the weights, if any is."""
-    errors = {name: _disproportion(sighting, rule, num_experts) for name, rule in RULES.items()}
+    errors = {name: _disproportion(found, rule, num_experts) for name, rule in RULES.items()}
     best = min(errors, key=errors.__getitem__)
-    return best if errors[best] < _tolerance(sighting.weights) else None
+    return best if errors[best] < _tolerance(found.weights) else None
 
 
 def _chosen(
-    sighting: Sighting, rule: Callable[[Tensor], Tensor], num_experts: int
+    found: Probe, rule: Callable[[Tensor], Tensor], num_experts: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """[rows, k] weights, scores of the chosen experts (float64), and where both say something."""
-    assert sighting.logits is not None
-    scores = rule(sighting.logits.float())[:, :num_experts].double()
-    inside = (sighting.ids >= 0) & (sighting.ids < num_experts)
-    chosen = scores.gather(1, sighting.ids.clamp(0, num_experts - 1).long())
-    weights = sighting.weights.double()
+    assert found.logits is not None
+    scores = rule(found.logits.float())[:, :num_experts].double()
+    inside = (found.ids >= 0) & (found.ids < num_experts)
+    chosen = scores.gather(1, found.ids.clamp(0, num_experts - 1).long())
+    weights = found.weights.double()
     return weights, chosen, inside & (weights != 0) & chosen.isfinite()
 
 
-def _disproportion(sighting: Sighting, rule: Callable[[Tensor], Tensor], num_experts: int) -> float:
+def _disproportion(found: Probe, rule: Callable[[Tensor], Tensor], num_experts: int) -> float:
     """Largest relative spread of weight / score within a token (with k = 1, over all tokens)."""
-    weights, chosen, known = _chosen(sighting, rule, num_experts)
+    weights, chosen, known = _chosen(found, rule, num_experts)
     if not bool(known.any()) or bool((chosen[known] <= 0).any()):
         return torch.inf
     ratio = weights / torch.where(known, chosen, 1)
@@ -148,13 +187,13 @@ def _disproportion(sighting: Sighting, rule: Callable[[Tensor], Tensor], num_exp
     return float(spread.max()) if bool((low[known.any(1)] > 0).all()) else torch.inf
 
 
-def _rule_with_expert_scale(sighting: Sighting, num_experts: int) -> str | None:
+def _rule_with_expert_scale(found: Probe, num_experts: int) -> str | None:
     """The rule for which log(weight / score) is a term of the token plus a term of the expert."""
-    ids = sighting.ids.long()
+    ids = found.ids.long()
     if ids.shape[1] < 2 or bool((ids >= num_experts).any()):
         return None
     for name, rule in RULES.items():
-        weights, chosen, known = _chosen(sighting, rule, num_experts)
+        weights, chosen, known = _chosen(found, rule, num_experts)
         if not bool(known.all()) or bool((chosen <= 0).any()) or bool((weights <= 0).any()):
             continue
         log = (weights / chosen).log()
@@ -164,7 +203,7 @@ def _rule_with_expert_scale(sighting: Sighting, num_experts: int) -> str | None:
         fit = torch.linalg.pinv(design.T @ design) @ (design.T @ target)
         # enough equations to be a test of the rule, not merely a fit of it
         if len(target) > num_experts and float((design @ fit - target).abs().max()) < _tolerance(
-            sighting.weights
+            found.weights
         ):
             return name
     return None
@@ -174,39 +213,45 @@ def _constant(weights: Tensor) -> bool:
     return float((weights - weights.flatten()[0]).abs().max()) < 1e-6
 
 
-def _with_two(site: Site) -> Sighting | None:
-    """The same layer, choosing two experts a token, if its router can be told to."""
-    router: Any = site.router
-    if getattr(router, "top_k", None) != 1:
-        return None
-    router.top_k = 2
-    try:
-        sighting = observe(site)
-        return sighting if sighting.ids.shape[1] == 2 else None
-    except ValueError:
-        return None
-    finally:
-        router.top_k = 1
+_TOP_K_NAMES = ("top_k", "num_experts_per_tok", "k", "topk", "moe_top_k")
 
 
-def _gate(site: Site, sighting: Sighting) -> tuple[Tensor, Tensor | None] | None:
-    """The router's weight and bias, where its logits are rounded and are just that linear map."""
-    assert sighting.logits is not None
-    if sighting.logits.dtype in (torch.float32, torch.float64):
-        return None
-    holders = [site.router, *(m for m in site.router.modules() if isinstance(m, nn.Linear))]
-    for holder in holders:
-        weight, bias = getattr(holder, "weight", None), getattr(holder, "bias", None)
-        if not isinstance(weight, Tensor) or weight.shape != (
-            sighting.logits.shape[1],
-            sighting.router_input.shape[1],
-        ):
-            continue
-        bias = bias if isinstance(bias, Tensor) else None
-        again = F.linear(
-            sighting.router_input.float(), weight.float(), None if bias is None else bias.float()
-        )
-        error = (again - sighting.logits.float()).abs().max()
-        if float(error) < 2e-2 * float(again.abs().max()):
-            return weight, bias
+def _with_two(modules: LayerModules) -> Probe | None:
+    """The same layer, choosing two experts a token, if its router or block can be told to."""
+    for holder in (modules.router, modules.block):
+        for name in _TOP_K_NAMES:
+            former = holder.__dict__.get(name)
+            if former != 1 or isinstance(former, bool):
+                continue
+            setattr(holder, name, 2)
+            try:
+                found = probe(modules)
+                if found.ids.shape[1] == 2:
+                    return found
+            except ValueError:
+                pass
+            finally:
+                setattr(holder, name, former)
     return None
+
+
+def _linear(modules: LayerModules, found: Probe) -> RouterLinear | None:
+    """The router's weight and bias, where its logits are rounded and are just that linear map."""
+    logits, router = found.logits, modules.router
+    assert logits is not None
+    if logits.dtype in (torch.float32, torch.float64):
+        return None
+    matrices = [
+        (name, module)
+        for name, module in router.named_modules()
+        for p in module.parameters(recurse=False)
+        if p.dim() > 1
+    ]
+    if len(matrices) != 1:  # none, or an adapter's beside it
+        return None
+    name, holder = matrices[0]
+    weight = holder._parameters.get("weight")
+    if weight is None or weight.shape != (logits.shape[1], found.router_input.shape[1]):
+        return None
+    linear = RouterLinear(modules, router, holder, name)
+    return linear if linear.follows(found.router_input, logits) else None

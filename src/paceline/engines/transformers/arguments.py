@@ -1,0 +1,70 @@
+"""Reading a forward's arguments, under whichever names architectures and versions give them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from paceline.engines.transformers.forwards import argument_names
+
+MODALITY_OF_TYPE = {"image": 1, "video": 2, "audio": 3}
+"""Values of Transformers' mm_token_type_ids; 0 is text."""
+
+_CACHES = ("cache", "past_key_values", "cache_params")  # renamed in Transformers 5.2x
+
+
+def tokens_of(arguments: dict[str, Any]) -> Tensor | None:
+    """Ids [batch, length] or embeddings [batch, length, hidden] a forward is given, if any.
+
+    Hidden states are tokens where a mask beside them says which are padding: a part of a model
+    that is run on its own (a pipeline stage) gets these.
+    """
+    for name in ("input_ids", "inputs_embeds", "decoder_input_ids"):
+        tokens = arguments.get(name)
+        if isinstance(tokens, Tensor) and tokens.dim() >= 2:
+            return tokens
+    hidden, mask = arguments.get("hidden_states"), arguments.get("attention_mask")
+    if isinstance(hidden, Tensor) and hidden.dim() == 3 and is_padding_mask(mask):
+        return hidden
+    return None
+
+
+def is_padding_mask(mask: Any) -> bool:
+    """Whether it is a mask [batch, tokens so far], which can be read whatever the attention."""
+    return isinstance(mask, Tensor) and mask.dim() == 2
+
+
+def cache_of(arguments: dict[str, Any]) -> Any:
+    """The cache a forward is given, None without one."""
+    return next((c for name in _CACHES if (c := arguments.get(name)) is not None), None)
+
+
+def cached_tokens(arguments: dict[str, Any]) -> int | Tensor:
+    """Tokens in a forward's cache; where a device counts them, no host waits for it."""
+    cache = cache_of(arguments)
+    if not hasattr(cache, "get_seq_length"):
+        return 0
+    try:
+        length = cache.get_seq_length()
+    except ValueError:  # a cache of linear attention layers alone counts no tokens
+        return int(bool(getattr(cache, "has_previous_state", lambda: False)()))
+    return length.clone() if isinstance(length, Tensor) else int(length)
+
+
+def modality_tokens(config: Any) -> dict[str, int]:
+    """Modality -> id of the placeholder token that a config names for it."""
+    found = {}
+    parts = [config, getattr(config, "thinker_config", None)]
+    for modality in MODALITY_OF_TYPE:
+        for part in parts:
+            for ending in ("token_id", "token_index"):
+                token = getattr(part, f"{modality}_{ending}", None)
+                if isinstance(token, int) and modality not in found:
+                    found[modality] = token
+    return found
+
+
+def parameter_names(module: nn.Module) -> list[str]:
+    """Names of a module's forward parameters, in order."""
+    return argument_names(module.forward)

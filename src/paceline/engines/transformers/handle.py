@@ -1,0 +1,282 @@
+"""The handle that `attach` returns: policies, statistics, watching, and the way back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from paceline.engines.facts import NO_FACTS, Facts
+from paceline.engines.settings import PoliciesLike, read_policies
+from paceline.engines.transformers.checks import check_layer, check_modalities
+from paceline.engines.transformers.config import load_policy
+from paceline.engines.transformers.context import ForwardContext
+from paceline.engines.transformers.layer import AttachedLayer, ReplacedExperts
+from paceline.engines.transformers.running import Running, Watcher
+from paceline.placement import ExpertPlacement
+from paceline.policy import CapacityPolicy
+from paceline.routing.stats import LayerStats
+
+
+class CapNeverAppliedWarning(UserWarning):
+    """A policy has a cap, and no forward so far was large enough for it."""
+
+
+@dataclass(frozen=True)
+class LayerSupport:
+    """What works for one layer.
+
+    Attributes:
+        name: of the layer.
+        scoring: the router's scoring rule, None where it is unknown.
+        level: "full", or "drop only": no expansion, and without `scoring` no keep="score".
+        reason: why not full, else empty.
+    """
+
+    name: str
+    scoring: str | None
+    level: Literal["full", "drop only"]
+    reason: str
+
+
+@dataclass(frozen=True)
+class ModelStats:
+    """Load statistics of all attached layers, and the policy they were counted under last."""
+
+    policy: str
+    layers: list[LayerStats]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return {"policy": self.policy, "layers": [layer.to_dict() for layer in self.layers]}
+
+
+class Pace:
+    """A policy attached to a model. Use it as a context manager, or `detach` it."""
+
+    def __init__(
+        self, layers: list[AttachedLayer], running: Running, undo: ExitStack, model: nn.Module
+    ):
+        self._layers, self._running, self._undo, self._model = layers, running, undo, model
+        self._attached, self._warned = True, False
+
+    # -- policies ---------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> CapacityPolicy:
+        """The policy in force, of the first layer where they differ; set another at any time.
+
+        One policy for all layers, its short form, None, or a sequence with one a layer. A forward
+        keeps the policies that were in force when it began.
+
+        Raises:
+            ValueError: if a layer can't follow the new policy; the old one stays then.
+        """
+        return self.policies[0]
+
+    @policy.setter
+    def policy(self, policy: PoliciesLike) -> None:
+        if not self._attached:
+            raise ValueError("the policy can't be set: it is detached from its model.")
+        self.set_policies(read_model_policies(policy, self._model, len(self._layers)))
+
+    @property
+    def policies(self) -> tuple[CapacityPolicy, ...]:
+        """The policies in force, one a layer."""
+        return tuple(rule.policy for rule in self._running.rules)
+
+    def set_policies(self, policies: Sequence[CapacityPolicy]) -> None:
+        """Put policies in force, one a layer; see `policy`."""
+        pairs = list(zip(self._layers, policies, strict=True))
+        pairs = [(layer, layer.applicable(policy)) for layer, policy in pairs]
+        self._layers[0].agree("policy", [str(policy) for _, policy in pairs])
+        for layer, policy in pairs:
+            check_layer(layer, policy, self._running.labels)
+        for policy in {policy for _, policy in pairs}:
+            check_modalities(policy, self._model)
+        rules = [layer.rule(policy) for layer, policy in pairs]
+        for layer, rule in zip(self._layers, rules, strict=True):
+            on_cpu = layer.modules.device.type == "cpu"
+            layer.loads.min_expert_load = rule.min_expert_load[on_cpu] if rule.routes else None
+        self._warned = False
+        self._watch_routers([rule.routes for rule in rules])
+        self._running.follow(rules)
+
+    def _watch_routers(self, wanted: Sequence[bool]) -> None:
+        """Before every forward, see that what routers say is kept where somebody needs it.
+
+        A router once watched stays so until `detach`: a running forward may still need it.
+        """
+        everybody = self._running.watched_facts.scores
+        self._running.before_forward = tuple(
+            layer.watch_router
+            for layer, capped in zip(self._layers, wanted, strict=True)
+            if (layer.scoring.rule is not None and (capped or everybody)) or not layer.ran_block
+        )
+        for watch_router in self._running.before_forward:
+            watch_router()
+
+    # -- what is known of the layers --------------------------------------------------------------
+
+    @property
+    def placement(self) -> ExpertPlacement | None:
+        """The experts' devices, of the first layer; None: every expert is a device of its own."""
+        return self._layers[0].placement
+
+    @property
+    def placements(self) -> tuple[ExpertPlacement | None, ...]:
+        """The experts' devices, a layer each."""
+        return tuple(layer.placement for layer in self._layers)
+
+    @property
+    def layers(self) -> list[str]:
+        """Names of the MoE layers, in order."""
+        return [layer.name for layer in self._layers]
+
+    @property
+    def support(self) -> list[LayerSupport]:
+        """What works for each layer, and why not more."""
+        return [
+            LayerSupport(
+                layer.name,
+                layer.scoring.rule,
+                "full" if layer.scoring.expands else "drop only",
+                layer.scoring.reason,
+            )
+            for layer in self._layers
+        ]
+
+    # -- watching ---------------------------------------------------------------------------------
+
+    def watch(self, watcher: Watcher, facts: Facts = NO_FACTS) -> Callable[[], None]:
+        """Call `watcher(layer, inputs, assignment)` on every layer of every forward.
+
+        Args:
+            watcher: gets the layer's name, the `RoutingInputs` and the `Assignment`; it must not
+                change them. With a policy that caps nothing, or too small a forward, the assignment
+                is the model's own choice.
+            facts: that the inputs must have beside what the policy asks for, such as scores.
+
+        Returns:
+            What ends it.
+
+        Raises:
+            ValueError: if it can't be called.
+        """
+        if not callable(watcher):
+            raise ValueError(
+                f"watcher={watcher!r} is not allowed: it is a function of (layer, inputs, "
+                "assignment)."
+            )
+        undo = self._running.watch(watcher, facts)
+        self._watch_routers([rule.routes for rule in self._running.rules])
+
+        def end() -> None:
+            undo()
+            self._watch_routers([rule.routes for rule in self._running.rules])
+
+        return end
+
+    def replace_experts(self, experts: ReplacedExperts) -> Callable[[], None]:
+        """Have experts computed by `experts(layer, run, hidden, ids, weights)`, for study.
+
+        Args:
+            experts: gets the layer's name; `run`, the layer's own way, which leaves out ids equal
+                to the number of experts; and what that is given, [..., hidden], [tokens, slots]
+                and [tokens, slots]. Over ranks it is called where experts live, on local ids.
+
+        Returns:
+            What puts the layers' own way back.
+        """
+        for layer in self._layers:
+            layer.replace_experts(experts)
+
+        def undo() -> None:
+            for layer in self._layers:
+                layer.replace_experts(None)
+
+        return undo
+
+    @property
+    def context(self) -> ForwardContext | None:
+        """What the forward that runs in this thread says of its tokens; None outside one."""
+        return self._running.context
+
+    # -- statistics -------------------------------------------------------------------------------
+
+    def stats(self) -> ModelStats:
+        """Loads before and after, dropped assignments and straggler loss of each layer so far."""
+        policies = dict.fromkeys(map(str, self.policies))
+        said = next(iter(policies)) if len(policies) == 1 else f"{len(self.policies)} policies"
+        stats = ModelStats(said, [layer.loads.result() for layer in self._layers])
+        if not self._warned:
+            self._warned = self._warn_of_no_cap(stats)
+        return stats
+
+    def _warn_of_no_cap(self, stats: ModelStats) -> bool:
+        """Say once that a cap has never applied."""
+        capped = [
+            layer
+            for layer, rule in zip(stats.layers, self._running.rules, strict=True)
+            if rule.routes and layer.forwards
+        ]
+        if not capped or any(layer.capped_forwards for layer in capped):
+            return False
+        warnings.warn(
+            f'the cap of "{stats.policy}" never applied in {capped[0].forwards} forwards: none gave '
+            f"an expert {capped[0].min_expert_load:g} tokens on average (min_expert_load), or all "
+            "of them only decoded.",
+            CapNeverAppliedWarning,
+            stacklevel=3,
+        )
+        return True
+
+    def reset_stats(self) -> None:
+        """Start the statistics anew."""
+        with torch.inference_mode(False):
+            for layer in self._layers:
+                layer.loads.reset()
+
+    # -- the way back -----------------------------------------------------------------------------
+
+    def detach(self) -> None:
+        """Put the model back exactly as it was; statistics can still be read. Twice is once.
+
+        Copies made of the model while it was attached run as the untouched model from here on.
+        """
+        if self._attached:
+            self._attached = False
+            self._running.switch.on = False
+            self._undo.close()
+
+    def __enter__(self) -> Pace:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.detach()
+
+
+def read_model_policies(
+    policy: PoliciesLike, model: nn.Module, layers: int
+) -> tuple[CapacityPolicy, ...]:
+    """The policy of each of a model's layers; "config" is the one kept in its config.
+
+    Raises:
+        ValueError: if it is no policy, or the config has none.
+    """
+    if isinstance(policy, str) and policy == "config":
+        policy = load_policy(model)
+        if policy is None:
+            raise ValueError('policy="config": the model\'s config has no capacity_policy.')
+    return read_policies(policy, layers)

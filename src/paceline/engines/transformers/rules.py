@@ -1,0 +1,75 @@
+"""What a policy means for one attached layer: what to ask of tokens, and when to stay out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+from paceline.engines.facts import Facts, facts_for
+from paceline.engines.transformers.context import ForwardContext
+from paceline.policy import CapacityPolicy
+from paceline.routing.capacity import tokens_needed
+
+
+@dataclass(frozen=True, eq=False)
+class LayerRule:
+    """A policy as it applies to one layer.
+
+    Attributes:
+        policy: in force.
+        facts: that it asks for.
+        min_expert_load: mean tokens an expert below which nothing is capped, as far as this process
+            sees tokens, on an accelerator and on a CPU.
+        few: rows of this layer below which nothing is capped, likewise.
+        together: whether other ranks decide with this one, so that it can't stay out alone.
+    """
+
+    policy: CapacityPolicy
+    facts: Facts
+    min_expert_load: tuple[float, float]
+    few: tuple[int, int]
+    together: bool
+
+    @property
+    def routes(self) -> bool:
+        """Whether the policy can drop anything, or count what would be dropped."""
+        return self.policy.caps
+
+    def stays_out(self, context: ForwardContext | None, rows: int, on_cpu: bool) -> bool:
+        """Whether it is certain on the host that nothing will be capped."""
+        if not self.policy.caps:
+            return True
+        if self.together:
+            return False
+        if rows < self.few[on_cpu]:
+            return True
+        return self.policy.phase == "prefill" and context is not None and context.is_decode
+
+
+def layer_rule(
+    policy: CapacityPolicy, k: int, num_experts: int, ranks: int = 1, together: bool = False
+) -> LayerRule:
+    """The rule of a layer.
+
+    Args:
+        policy: in force.
+        k: experts a token.
+        num_experts: of the layer.
+        ranks: over which an expert's tokens are spread, about as many from each.
+        together: whether other ranks decide with this one.
+    """
+    loads = [policy.resolved_min_expert_load(kind) for kind in ("cuda", "cpu")]
+    elsewhere, on_cpu = (load_of_a_rank(load, ranks) for load in loads)
+    few = (tokens_needed(elsewhere, k, num_experts), tokens_needed(on_cpu, k, num_experts))
+    return LayerRule(policy, facts_for(policy), (elsewhere, on_cpu), few, together)
+
+
+@lru_cache(maxsize=64)
+def load_of_a_rank(load: float, ranks: int) -> float:
+    """A mean load of an expert's tokens from all ranks, as one of them sees it.
+
+    >>> load_of_a_rank(8.0, ranks=4)
+    2.0
+    """
+    return float(Fraction(str(load)) / ranks)
