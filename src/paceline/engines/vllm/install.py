@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from vllm.platforms import current_platform
 
 from paceline.engines.vllm import expert_parallel, seam, worker
-from paceline.engines.vllm.environment import Wanted
-from paceline.engines.vllm.model import slots_of
 
-_installed: list[Wanted] = []
+_done: list[bool] = []
 
 
-def install(wanted: Wanted) -> bool:
+def install() -> bool:
     """Put the seam and the workers' methods in; whether it was the first time."""
-    if _installed:
+    if _done:
         return False
-    _installed.append(wanted)
-    seam.install(partial(slots_of, wanted=wanted))
-    worker.install(wanted)
+    _done.append(True)
+    seam.install(worker.slots_of)
+    worker.install()
     if current_platform.is_cpu():
         expert_parallel.install()
     return True

@@ -70,14 +70,29 @@ class CappedModel:
         Raises:
             ValueError: if vLLM's settings or a layer don't allow one.
         """
+        for layer, policy in zip(self.layers, self.check_policies(policies), strict=True):
+            layer.follow(policy)
+
+    def check_policies(
+        self, policies: Sequence[CapacityPolicy | None]
+    ) -> list[CapacityPolicy | None]:
+        """The policies as they apply here, each of which its layer can follow.
+
+        Raises:
+            ValueError: if vLLM's settings or a layer don't allow one.
+        """
+        if len(policies) != len(self.layers):
+            raise ValueError(
+                f"{len(policies)} policies are not allowed: it is one, or one for each of the "
+                f"{len(self.layers)} MoE layers."
+            )
         named = [self._suited(policy) for policy in policies]
         check_settings(self._config, [p for p in named if p is not None], self.accepted)
         for layer, policy in zip(self.layers, named, strict=True):
             if policy is not None:
                 layer.check(policy)
                 self._check_slots(layer, policy)
-        for layer, policy in zip(self.layers, named, strict=True):
-            layer.follow(policy)
+        return named
 
     def read(self, text: str | None) -> list[CapacityPolicy | None]:
         """One policy a layer from a short form for all; "start": as the engine began; None: off.

@@ -14,13 +14,12 @@ def register() -> None:
     """
     from paceline.engines.vllm.environment import wanted
 
-    asked = wanted()
-    if asked is None:
+    if wanted() is None:
         return
     from paceline.engines.vllm import signatures
 
     found = signatures.check()
     from paceline.engines.vllm import install
 
-    if install.install(asked):
+    if install.install():
         logging.getLogger("vllm.paceline").info("paceline in %s", found)

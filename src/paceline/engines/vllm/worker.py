@@ -9,27 +9,37 @@ from typing import Any
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import WorkerBase
 
-from paceline.engines.vllm.environment import Wanted
+from paceline.engines.vllm.environment import wanted
 from paceline.engines.vllm.metrics import publisher_for
-from paceline.engines.vllm.model import CappedModel
+from paceline.engines.vllm import model
 
 logger = logging.getLogger("vllm.paceline")
 
 
-def install(wanted: Wanted) -> None:
-    """Cap every model that a worker loads from now on."""
+def install() -> None:
+    """Cap every model that a worker loads from now on, as the environment asks then."""
     load = Worker.load_model
 
     @wraps(load)
     def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
         load(self, *args, **kwargs)
-        self.paceline = CappedModel(self.model_runner, self.vllm_config, wanted, _rank(self))
-        self.paceline_publisher = publisher_for(self.paceline)
+        asked = wanted()
+        if asked is not None:
+            self.paceline = model.CappedModel(
+                self.model_runner, self.vllm_config, asked, _rank(self)
+            )
+            self.paceline_publisher = publisher_for(self.paceline)
 
     Worker.load_model = load_model
     WorkerBase.paceline_describe = paceline_describe
     WorkerBase.paceline_check = paceline_check
     WorkerBase.paceline_set = paceline_set
+
+
+def slots_of(runner: Any) -> int:
+    """Ids a token that a layer needs room for, 0 where nothing may expand."""
+    asked = wanted()
+    return 0 if asked is None else model.slots_of(runner, asked)
 
 
 def _rank(worker: Any) -> int:
@@ -45,11 +55,9 @@ def paceline_describe(self: Any) -> dict[str, Any]:
 
 def paceline_check(self: Any, text: str | None) -> str | None:
     """Why this worker can't follow a policy, None where it can."""
-    model = self.paceline
+    capped = self.paceline
     try:
-        before = [layer.policy for layer in model.layers]
-        model.set_policies(model.read(text))
-        model.set_policies(before)
+        capped.check_policies(capped.read(text))
     except ValueError as error:
         return str(error)
     return None
@@ -57,7 +65,7 @@ def paceline_check(self: Any, text: str | None) -> str | None:
 
 def paceline_set(self: Any, text: str | None) -> dict[str, Any]:
     """Follow a policy that every worker can follow; what is in force then."""
-    model = self.paceline
-    model.set_policies(model.read(text))
+    capped = self.paceline
+    capped.set_policies(capped.read(text))
     logger.info("paceline: policy %s", text)
     return self.paceline_describe()  # type: ignore[no-any-return]
