@@ -31,9 +31,7 @@ def _counted(
         raise AssertionError(f"the kernel was given experts {flat.unique().tolist()} of {experts}")
     CALLS.append(torch.bincount(flat, minlength=experts).tolist())
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-    _KERNEL.call_boxed(
-        keys, output, hidden, w13, w2, b13, b2, weights, ids, skip, act, isa
-    )
+    _KERNEL.call_boxed(keys, output, hidden, w13, w2, b13, b2, weights, ids, skip, act, isa)
 
 
 _LIBRARY.impl("cpu_fused_moe", _counted, "CPU", allow_override=True)

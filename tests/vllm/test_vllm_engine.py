@@ -210,9 +210,7 @@ def test_what_cannot_be_is_one_sentence_and_changes_nothing(
     assert str(olmoe.model.layers[0].policy) == "capacity_factor=1.5"
 
 
-def test_settings_that_contradict_a_cap(
-    olmoe: Capped, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_that_contradict_a_cap(olmoe: Capped, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own configuration of the running engine, with one setting changed at a time."""
     config = olmoe.llm.llm_engine.vllm_config
     shared = [CapacityPolicy(capacity_factor=1.25)]
@@ -229,7 +227,7 @@ def test_settings_that_contradict_a_cap(
         with pytest.raises(ValueError, match="enable_return_routed_experts"):
             check_settings(config, shared, accepted=True)
     with monkeypatch.context() as patch:
-        patch.setenv("VLLM_BATCH_INVARIANT", "1")
+        patch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", True, raising=False)
         with pytest.raises(ValueError, match="VLLM_BATCH_INVARIANT"):
             check_settings(config, shared, accepted=True)
         check_settings(config, [CapacityPolicy(mode="observe")], accepted=True)

@@ -61,9 +61,7 @@ def test_experts_compute_the_kept_pairs_and_no_other(
     seen = ids if mapped is None else torch.where(ids < 0, ids, mapped[ids.clamp(min=0)])
     out = torch.full((rows, HIDDEN), torch.nan)
     row_counter.CALLS.clear()
-    fused_experts(
-        out, hidden, *PACKED, None, None, weights, ids, mapped, "silu", "vec", False
-    )
+    fused_experts(out, hidden, *PACKED, None, None, weights, ids, mapped, "silu", "vec", False)
     assert row_counter.rows() == int((seen >= 0).sum())
     np.testing.assert_allclose(out.numpy(), _oracle(hidden, weights, seen), atol=2e-5)
     assert (out[(seen < 0).all(1)] == 0).all()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm.platforms import current_platform
 
-from paceline.engines.vllm import expert_parallel, seam, worker
+from paceline.engines.vllm import cpu_fixes, seam, worker
 
 _done: list[bool] = []
 
@@ -17,5 +17,5 @@ def install() -> bool:
     seam.install(worker.slots_of)
     worker.install()
     if current_platform.is_cpu():
-        expert_parallel.install()
+        cpu_fixes.install()
     return True

@@ -235,9 +235,10 @@ def placement_for(runner: Any, index: int, wanted: Wanted) -> ExpertPlacement | 
         ValueError: if the user names another number of devices than there are ranks.
     """
     experts, manager = runner.router.global_num_experts, runner.expert_map_manager
-    given = None if wanted.plan is None else wanted.plan.placement_of(index, experts)
-    if wanted.devices is not None:
-        given = read_placement(wanted.devices, experts, runner.layer_name)
+    named: ExpertPlacement | int | None = wanted.devices
+    if named is None and wanted.plan is not None:
+        named = wanted.plan.placement_of(index)
+    given = read_placement(named, experts, runner.layer_name)
     if manager.ep_size == 1:
         return given
     if manager.placement_strategy == "round_robin":

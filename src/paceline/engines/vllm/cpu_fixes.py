@@ -1,4 +1,4 @@
-"""What vLLM's CPU communicator lacks for data and expert parallelism; added only where missing."""
+"""What vLLM's CPU build lacks beside numba and for expert parallelism; added where missing."""
 
 from __future__ import annotations
 
@@ -10,16 +10,23 @@ import torch.distributed as dist
 from torch import Tensor
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.triton_utils import dispatcher
 
 
-def install() -> list[str]:
-    """Add the missing collectives; their names, for the log."""
-    added = []
+def install() -> None:
+    """Add the collectives that are missing, and let vLLM look at every module there is."""
     for name, method in (("all_gatherv", all_gatherv), ("reduce_scatterv", reduce_scatterv)):
         if getattr(CpuCommunicator, name) is getattr(DeviceCommunicatorBase, name):
             setattr(CpuCommunicator, name, method)
-            added.append(name)
-    return added
+    # It searches the attributes of all objects of all modules when a worker starts, and stumbles
+    # over one of llvmlite's, whose __dict__ is none: of a process in which numba has run.
+    dispatcher.vars = _dictionary
+
+
+def _dictionary(thing: object) -> dict[str, Any]:
+    """`vars`, and an empty dictionary for what only seems to have one."""
+    found: Any = vars(thing)
+    return found if isinstance(found, dict) else {}
 
 
 def all_gatherv(
