@@ -108,19 +108,28 @@ def route_oracle(inputs: Any, policy: Any, placement: Any = None) -> Expected:
     members = [[t for t in tokens if pool_of[t] == p] for p in range(pools)]
     rank = {t: members[pool_of[t]].index(t) for t in tokens}
 
-    # Does anything get capped in this forward?
+    # Which pools are capped in this forward?
     factor = policy.capacity_factor
-    capped = factor is not None and math.isfinite(factor) and policy.mode != "observe"
+    caps = factor is not None and math.isfinite(factor) and policy.mode != "observe"
     minimum = 8 if policy.min_expert_load == "auto" else policy.min_expert_load  # 8: on a CPU
-    capped = capped and Fraction(len(tokens) * k, E) >= Fraction(str(minimum))
     decode = [False] * T
     if policy.phase == "prefill" and inputs.token_decode is not None:
         decode = inputs.token_decode.tolist()
-        capped = capped and not all(decode[t] for t in tokens)
-    f = Fraction(str(factor)) if capped else None
-    capacity = [[INT64_MAX] * units for _ in range(pools)]
-    if f is not None:
-        capacity = [[capacity_of(f, len(m), k, n, E) for n in hosted] for m in members]
+
+    def is_capped(pool: list[int]) -> bool:
+        judged = pool if policy.pool == "request" else tokens
+        if Fraction(len(judged) * k, E) < Fraction(str(minimum)):
+            return False
+        if policy.phase == "prefill" and inputs.token_decode is not None:
+            return any(not decode[t] for t in pool)
+        return True
+
+    capped = [caps and is_capped(pool) for pool in members]
+    f = Fraction(str(factor)) if caps else None
+    capacity = [
+        [capacity_of(f, len(pool), k, n, E) if f is not None and cap else INT64_MAX for n in hosted]
+        for pool, cap in zip(members, capped, strict=True)
+    ]
 
     # The order of preference.
     priority = [0] * T
@@ -171,7 +180,7 @@ def route_oracle(inputs: Any, policy: Any, placement: Any = None) -> Expected:
         width = {"own_device": largest, "visited_devices": min(E, k * largest), "all": E}
         limit = E if policy.expand_limit is None else policy.expand_limit
         slots = k + min(limit, width[policy.expand])
-        for t in tokens if f is not None else []:
+        for t in [t for t in tokens if capped[pool_of[t]]]:
             assert scores is not None
             sum_w, sum_s = sum(a.weight for a in own[t]), sum(a.score for a in own[t])
             if not (0 < sum_w < math.inf and 0 < sum_s < math.inf):

@@ -18,6 +18,8 @@ from typing import Any, Literal, get_args
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from paceline.keeps import KEEP_ALIASES, KEEPS, registered_keeps
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -30,15 +32,6 @@ Mode = Literal["enforce", "shadow", "observe"]
 Expand = Literal["own_device", "visited_devices", "all"]
 ExpandRule = Literal["fill", "compete"]
 Modality = Literal["text", "image", "audio", "video"]
-
-KEEPS = ("score", "weight", "first", "last", "random")
-"""Built-in orders of preference: the names say what is kept."""
-
-KEEP_ALIASES = {  # names in the paper say the order in which tokens arrive, or what is dropped
-    "order": "first",
-    "reverse": "last",
-    "reverse_order": "last",
-}
 
 AUTO_MIN_EXPERT_LOAD = {"cuda": 64.0, "cpu": 8.0}
 """Mean tokens an expert below which weights dominate and a cap saves no time, by device type."""
@@ -143,8 +136,6 @@ class CapacityPolicy(BaseModel):
     @field_validator("keep", mode="before")
     @classmethod
     def _keep_allowed(cls, value: Any) -> Any:
-        from paceline.routing.metrics import registered_keeps
-
         value = KEEP_ALIASES.get(value, value) if isinstance(value, str) else value
         allowed = (*KEEPS, *registered_keeps())
         if value not in allowed:

@@ -34,7 +34,7 @@ def main() -> None:
         build(kernels.prepare, types + ["i32"] * 7, constants)
     for fill, key in itertools.product((False, True), ("*i32", "*i64")):
         types = ["*i32", key, "*i32", "*i32", "*i32", "*i64", key, "*i32", "*i64", "*i32"]
-        sizes = {"GROUPS": 128, "POOLS": 2, "CHUNK": 2048, "TILE": 32}
+        sizes = {"ALONE": fill, "GROUPS": 128, "POOLS": 2, "CHUNK": 2048, "TILE": 32}
         build(kernels.threshold, types + ["i32"] * 6, {"FILL": fill, **sizes}, warps=8)
     for weight in ("*i16", "*i32", "*i64"):
         types = ["*i64", weight, "*i32", "*i32", "*i64", "*i32", "*i64", weight, "*i1"]

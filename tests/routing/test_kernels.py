@@ -53,6 +53,15 @@ def test_expanded_drop(backend: str, case: Case) -> None:
 
 @everywhere
 @settings(max_examples=FEW)
+@given(case=cases(phase="prefill"))
+def test_pools_decide_for_themselves(backend: str, case: Case) -> None:
+    pool = "source" if case.inputs.token_request is None else "request"
+    if pool == "request" or case.inputs.token_source is not None:
+        check(backend, Case(case.inputs, case.policy.replace(pool=pool), case.placement))
+
+
+@everywhere
+@settings(max_examples=FEW)
 @given(case=cases())
 def test_every_threshold(backend: str, case: Case) -> None:
     check(backend, case)

@@ -100,7 +100,7 @@ def test_no_factor_is_no_cap(factor: float | None) -> None:
     [(4, 1, True), (3, 1, False), (4, 1.0, True), (5, 1.1, True), (4, 1.1, False), (0, 0, True),
      (1, 0, True), (1, 0.25, True), (1, 0.3, False), (32, "auto", True), (31, "auto", False)],
 )  # fmt: skip
-def test_the_minimum_load_counts_all_valid_tokens(
+def test_the_minimum_load_counts_valid_tokens(
     tokens: int, minimum: float | str, capped: bool
 ) -> None:
     """With one of four experts a token, the mean load is a quarter of the tokens."""
@@ -108,10 +108,11 @@ def test_the_minimum_load_counts_all_valid_tokens(
         topk_ids=torch.zeros(tokens + 3, 1, dtype=torch.int64),
         topk_weights=torch.ones(tokens + 3, 1),
         valid=torch.arange(tokens + 3) >= 3,
-        token_request=torch.arange(tokens + 3),
+        token_request=torch.full((tokens + 3,), 5),
+        token_source=torch.arange(tokens + 3) % 4,
         num_experts=4,
     )
-    for pool in ("batch", "request"):
+    for pool in ("batch", "source"):
         policy = CapacityPolicy(
             capacity_factor=0.5, keep="first", pool=pool, min_expert_load=minimum
         )

@@ -229,34 +229,6 @@ def test_8_a_larger_factor_keeps_a_superset(case: Case, x: float, y: float) -> N
     assert (small.capacity <= large.capacity).all()
 
 
-@given(cases(pool="request", phase="all", min_expert_load=0))
-def test_9_a_request_gets_alone_what_it_gets_in_company(case: Case) -> None:
-    """Dropping all the other requests from the forward changes nothing for this one."""
-    everybody = run(case)
-    request = case.inputs.token_request
-    assert request is not None
-    for label in request.unique():
-        rows = torch.nonzero(request == label)[:, 0]
-        alone = run(take_rows(case, rows))
-        assert torch.equal(alone.kept, everybody.kept[rows])
-        assert torch.equal(alone.topk_ids, everybody.topk_ids[rows])
-        torch.testing.assert_close(
-            alone.topk_weights, everybody.topk_weights[rows], rtol=0, atol=0, equal_nan=True
-        )
-
-
-@given(cases(pool="request", expansion=False, mode="enforce", min_expert_load=0))
-def test_9_the_bound_of_request_pools(case: Case) -> None:
-    """A unit gets at most what one batch pool gives, plus one assignment a request."""
-    a = run(case)
-    batch = run(with_policy(case, pool="batch"))
-    assume(bool((batch.capacity < INT64_MAX // 2).all()))
-    request, valid = case.inputs.token_request, case.inputs.valid
-    assert request is not None
-    requests = (request if valid is None else request[valid]).unique().numel()
-    assert (a.loads_after.sum(0) <= batch.capacity[0] + requests).all()
-
-
 @given(cases(expansion=False, renormalize=False, mode="enforce"))
 def test_10_weights_are_kept_or_exactly_zero(case: Case) -> None:
     a = run(case)

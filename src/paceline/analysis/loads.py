@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from paceline.balance import straggler_loss as straggler_loss
+
 
 @dataclass(frozen=True)
 class Busiest:
@@ -57,19 +59,6 @@ def busiest(loads: Sequence[float], sizes: Sequence[int] | None = None) -> Busie
 def peak_to_mean(loads: Sequence[float], sizes: Sequence[int] | None = None) -> float:
     """Largest load / mean over the units; 1.0 is perfect balance. See `busiest`."""
     return busiest(loads, sizes).peak_to_mean
-
-
-def straggler_loss(peak: float) -> float:
-    """Share of a layer's expert time that an average unit waits: ``1 - 1 / peak_to_mean``.
-
-    Below 1 (after drops, relative to the mean before them) nobody waits for anybody: 0.
-
-    Raises:
-        ValueError: if peak is not a positive number.
-    """
-    if not peak > 0:
-        raise ValueError(f"peak-to-mean must be positive, got {peak}")
-    return max(0.0, 1.0 - 1.0 / peak)
 
 
 def combine_peaks(peaks: Sequence[float], assignments: Sequence[float]) -> float:

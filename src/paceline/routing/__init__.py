@@ -2,7 +2,7 @@
 
 from paceline.routing.assignment import Assignment
 from paceline.routing.inputs import RoutingInputs
-from paceline.routing.metrics import register_keep
+from paceline.routing.ranking import register_keep
 from paceline.routing.route import route
 
 __all__ = ["Assignment", "RoutingInputs", "register_keep", "route"]

@@ -25,7 +25,7 @@ class Assignment:
         topk_weights: [tokens, slots] in the dtype of the input weights, 0 where nothing is kept.
         kept: [tokens, slots] bool.
         num_experts: experts of the layer, E.
-        budget: what bounded the call.
+        budget: what limited the call.
         bounded_ids: [tokens, slots] int64 `topk_ids` as they are (or, in shadow, would be) under
             the cap.
     """
@@ -81,11 +81,7 @@ class Assignment:
     @property
     def gate_mass(self) -> Tensor:
         """[2] float64: sum of scores (else weights) of the model's choice, and of what is kept."""
-        genuine = self._genuine
-        scores = genuine.scores
-        mass = genuine.weights if scores is None else scores
-        mass = torch.where(genuine.offered, mass, 0).nan_to_num(nan=0.0).double()
-        return torch.stack([mass.sum(), torch.where(self._genuine_selected, mass, 0).sum()])
+        return gate_mass(self._genuine, self._genuine_selected)
 
     @property
     def gate_mass_kept(self) -> Tensor:
@@ -111,6 +107,19 @@ class Assignment:
         loads = torch.zeros(pools * units + 1, dtype=torch.int64, device=ids.device)
         loads = loads.scatter_add(0, group.flatten(), torch.ones_like(group).flatten())
         return loads[:-1].view(pools, units)
+
+
+def gate_mass(chosen: Candidates, kept: Tensor) -> Tensor:
+    """[2] float64: sum of scores (else weights) of what was chosen, and of what is kept of it.
+
+    Args:
+        chosen: assignments of the model's own choice.
+        kept: [tokens, k] bool.
+    """
+    scores = chosen.scores
+    mass = chosen.weights if scores is None else scores
+    mass = torch.where(chosen.offered, mass, 0).nan_to_num(nan=0.0).double()
+    return torch.stack([mass.sum(), torch.where(kept, mass, 0).sum()])
 
 
 def unit_groups(budget: Budget, ids: Tensor, counted: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy, Unit
 from paceline.routing.capacity import INT64_MAX, capacities, tokens_needed
 from paceline.routing.constants import table
-from paceline.routing.inputs import RoutingInputs
+from paceline.routing.inputs import RoutingInputs, static
 from paceline.routing.lazy import lazy
 from paceline.routing.pools import TokenPools, token_pools
 from paceline.routing.priority import priority_key
@@ -67,7 +67,7 @@ def places_on_host(
 
 
 class Budget:
-    """Everything about one call that bounds it, computed when asked for.
+    """Everything about one call that limits it, computed when asked for.
 
     Attributes:
         inputs: of the layer.
@@ -80,7 +80,8 @@ class Budget:
         self, inputs: RoutingInputs, policy: CapacityPolicy, placement: ExpertPlacement
     ) -> None:
         self.inputs, self.policy, self.placement = inputs, policy, placement
-        self.rows, self.k = inputs.topk_ids.shape
+        rows, k = inputs.topk_ids.shape
+        self.rows, self.k = rows, static(k)
         self.num_experts = placement.num_experts
         self.units = _uncached_units(placement, policy.unit)
 
@@ -117,20 +118,32 @@ class Budget:
 
     @property
     def tokens_needed(self) -> int:
-        """The fewest valid tokens of a forward that is capped."""
+        """The fewest valid tokens of a forward (with request pools: of a pool) that is capped."""
         enough = self.policy.resolved_min_expert_load(self.device.type)
         return tokens_needed(enough, self.k, self.num_experts)
 
     @lazy
     def capped(self) -> Tensor:
-        """0-d bool: whether this forward is capped at all."""
-        if not self.policy.caps:
-            return torch.zeros((), dtype=torch.bool, device=self.device)
-        capped = self.pools.total >= self.tokens_needed
-        if self.policy.phase == "prefill" and self.inputs.token_decode is not None:
-            prompt, valid = ~self.inputs.token_decode, self.inputs.valid
-            capped = capped & (prompt if valid is None else prompt & valid).any()
-        return capped
+        """[pools] bool: which pools are capped at all.
+
+        Whether there are enough tokens is a matter of the whole forward, or with request pools of
+        each request, so that no neighbour decides it. Under phase="prefill" a pool of only decode
+        tokens is left alone, whatever other pools hold.
+        """
+        policy, pools, decode = self.policy, self.pools, self.inputs.token_decode
+        if not policy.caps:
+            return torch.zeros(pools.count, dtype=torch.bool, device=self.device)
+        alone = policy.pool == "request" or pools.count == 1
+        capped = (pools.sizes if alone else pools.total.reshape(1)) >= self.tokens_needed
+        if policy.phase == "prefill" and decode is not None:
+            capped = capped & (pools.count_of(~decode) > 0)
+        return capped.expand(pools.count)
+
+    @property
+    def capped_token(self) -> Tensor:
+        """[tokens] bool, or [1] for one pool: whose pool is capped; anything for padding."""
+        pool = self.pools.of_token
+        return self.capped if pool is None else self.capped[pool]
 
     def capacity(self, factor: Fraction | None) -> Tensor:
         """[pools, units] int64 places; the largest int64 where nothing is capped."""
@@ -153,7 +166,7 @@ class Budget:
         per_expert = factor * Fraction(self.k, self.num_experts)
         tokens = self.pools.sizes
         places = [capacities(per_expert * size, tokens) for size in self.units.sizes]
-        return torch.where(self.capped, torch.stack(places, dim=1), INT64_MAX)
+        return torch.where(self.capped.unsqueeze(1), torch.stack(places, dim=1), INT64_MAX)
 
 
 def _uncached_units(placement: ExpertPlacement, unit: Unit) -> Units:

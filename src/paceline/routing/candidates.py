@@ -13,8 +13,8 @@ from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing.constants import table
 from paceline.routing.inputs import RoutingInputs
+from paceline.routing.keys import KEY_BITS, descending_key
 from paceline.routing.lazy import lazy
-from paceline.routing.metrics import KEY_BITS, descending_key
 from paceline.routing.pools import token_devices
 
 
@@ -71,7 +71,7 @@ def topk_candidates(inputs: RoutingInputs, num_experts: int) -> Candidates:
 def expanded_candidates(
     inputs: RoutingInputs, policy: CapacityPolicy, placement: ExpertPlacement, capped: Tensor
 ) -> Candidates:
-    """The model's own choice and, where `capped`, the extras the policy allows.
+    """The model's own choice and, for tokens that are `capped`, the extras the policy allows.
 
     An extra's weight is its score times the token's own scale, the sum of the weights over the
     sum of the scores of its top-k: what the model would have given it.
@@ -80,7 +80,7 @@ def expanded_candidates(
         inputs: with scores of all experts.
         policy: with `expand`.
         placement: of the experts.
-        capped: 0-d bool: whether anything is capped, and so expanded.
+        capped: [tokens] or [1] bool: whose pool is capped, and so expanded.
 
     Raises:
         ValueError: if scores of all experts, or sources that `expand` needs, are missing.

@@ -17,9 +17,9 @@ def table(rows: tuple[Any, ...], like: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling() or type(like) is not Tensor:
         return torch.tensor(rows, dtype=torch.int64, device=like.device)
-    return _kept(rows, like.device)
+    return _on_device(rows, like.device)
 
 
 @lru_cache(maxsize=1024)
-def _kept(rows: tuple[Any, ...], device: torch.device) -> Tensor:
+def _on_device(rows: tuple[Any, ...], device: torch.device) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64, device=device)

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from paceline.numbers import whole_number
 from paceline.placement import ExpertPlacement
+
+_WIDE = (torch.int64, torch.int32)
+_INTEGERS = (
+    *_WIDE, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64
+)  # fmt: skip
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_FLAGS = (torch.bool,)
+_NAMES = {
+    _INTEGERS: "an integer dtype",
+    _FLOATS: "float32, bfloat16, float16 or float64",
+    _FLAGS: "bool",
+}
 
 
 @dataclass(frozen=True, eq=False)
 class RoutingInputs:
     """The model's choice for every token, and what else decides who stays.
 
+    All tensors are on one device.
+
     Attributes:
-        topk_ids: [tokens, k] any integer dtype; an id outside [0, experts) is no assignment.
+        topk_ids: [tokens, k] any integer dtype, kept as int32 or int64; an id outside [0, experts)
+            is no assignment.
         topk_weights: [tokens, k] combine weights of the model, after its own scaling.
         scores: [tokens, experts] gate scores before renormalisation and scaling, taken as float32.
         topk_scores: [tokens, k] scores of the chosen experts alone, where the rest is not known.
@@ -27,6 +46,12 @@ class RoutingInputs:
         num_experts: experts of the layer, where neither scores nor a placement tell.
         layer: index of the layer; with `step` it varies keep="random".
         step: number of the forward, an int or a 0-d integer tensor on the tokens' device.
+
+    Raises:
+        ValueError: naming what has another type, dtype, shape or device than is allowed.
+
+    >>> RoutingInputs(torch.tensor([[1, 0]]), torch.tensor([[0.7, 0.3]]), num_experts=4).experts()
+    4
     """
 
     topk_ids: Tensor
@@ -43,58 +68,79 @@ class RoutingInputs:
     step: int | Tensor = 0
 
     def __post_init__(self) -> None:
-        shape, dtype = self.topk_ids.shape, self.topk_ids.dtype
+        ids, scores = self.topk_ids, self.scores
+        if not isinstance(ids, Tensor):
+            raise _no_tensor("topk_ids", ids)
+        shape, device = ids.shape, ids.device
         if len(shape) != 2 or shape[1] < 1:
             raise ValueError(f"topk_ids has shape {list(shape)}: allowed is [tokens, k], k >= 1.")
-        if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
-            raise ValueError(f"topk_ids has dtype {dtype}: allowed is an integer dtype.")
-        if not self.topk_weights.dtype.is_floating_point:
-            raise ValueError(
-                f"topk_weights has dtype {self.topk_weights.dtype}: allowed is a float dtype."
-            )
-        for name, tensor in (
-            ("topk_weights", self.topk_weights),
-            ("topk_scores", self.topk_scores),
-        ):
-            if tensor is not None and tensor.shape != shape:
+        if ids.dtype not in _WIDE:
+            object.__setattr__(self, "topk_ids", expert_ids(ids))
+        checks: list[tuple[str, Any, Sequence[int], tuple[torch.dtype, ...]]] = [
+            ("topk_weights", self.topk_weights, shape, _FLOATS),
+            ("topk_scores", self.topk_scores, shape, _FLOATS),
+        ]
+        if scores is not None:
+            if isinstance(scores, Tensor) and (scores.dim() != 2 or scores.shape[0] != shape[0]):
                 raise ValueError(
-                    f"{name} has shape {list(tensor.shape)}: allowed is {list(shape)}, as topk_ids."
+                    f"scores has shape {list(scores.shape)}: allowed is [{shape[0]}, experts]."
                 )
-        scores = self.scores
-        if scores is not None and (scores.dim() != 2 or scores.shape[0] != shape[0]):
-            raise ValueError(
-                f"scores has shape {list(scores.shape)}: allowed is [{shape[0]}, experts]."
-            )
-        for name, tensor in (
-            ("valid", self.valid),
+            checks.append(("scores", scores, getattr(scores, "shape", shape), _FLOATS))
+        for name, flags in (("valid", self.valid), ("token_decode", self.token_decode)):
+            checks.append((name, flags, shape[:1], _FLAGS))
+        for name, labels in (
             ("token_source", self.token_source),
             ("token_request", self.token_request),
             ("token_priority", self.token_priority),
-            ("token_decode", self.token_decode),
         ):
-            if tensor is None:
+            checks.append((name, labels, shape[:1], _INTEGERS))
+        for name, tensor, allowed, dtypes in checks:
+            if tensor is None and name != "topk_weights":
                 continue
-            if tensor.shape != shape[:1]:
+            if not isinstance(tensor, Tensor):
+                raise _no_tensor(name, tensor)
+            if tensor.shape != allowed:
                 raise ValueError(
-                    f"{name} has shape {list(tensor.shape)}: allowed is one entry a token, "
-                    f"[{shape[0]}]."
+                    f"{name} has shape {list(tensor.shape)}: allowed is {list(allowed)}."
                 )
-            wants_bool = name in ("valid", "token_decode")
-            if tensor.is_floating_point() or (tensor.dtype is torch.bool) != wants_bool:
-                allowed = "bool" if wants_bool else "an integer dtype"
-                raise ValueError(f"{name} has dtype {tensor.dtype}: allowed is {allowed}.")
+            if tensor.dtype not in dtypes:
+                raise ValueError(f"{name} has dtype {tensor.dtype}: allowed is {_NAMES[dtypes]}.")
+            if tensor.device != device:
+                raise ValueError(f"{name} is on {tensor.device}: allowed is {device}, as topk_ids.")
+        self._check_numbers()
 
-    def experts(self, placement: ExpertPlacement | None) -> int:
+    def _check_numbers(self) -> None:
+        """The fields that are no tensors; whole numbers of other libraries become Python's."""
+        for name, value in (
+            ("num_experts", self.num_experts), ("layer", self.layer), ("step", self.step)
+        ):  # fmt: skip
+            if type(value) is int or (value is None and name == "num_experts"):
+                continue
+            if name == "step" and isinstance(value, Tensor):
+                if value.dim() or value.dtype not in _INTEGERS:
+                    raise ValueError(
+                        f"step has shape {list(value.shape)} and dtype {value.dtype}: "
+                        "allowed is a whole number, or a tensor with one."
+                    )
+                continue
+            number = whole_number(value)
+            if number is None:
+                raise ValueError(f"{name}={value!r} is not allowed: it is a whole number.")
+            object.__setattr__(self, name, number)
+        if self.num_experts is not None and self.num_experts < 1:
+            raise ValueError(f"num_experts={self.num_experts} is not allowed: it is at least 1.")
+
+    def experts(self, placement: ExpertPlacement | None = None) -> int:
         """Number of experts E, from whichever of placement, scores and num_experts tell.
 
         Raises:
             ValueError: where none tells, or two disagree.
         """
-        known = {}
+        known: dict[str, int] = {}
         if placement is not None:
             known["placement"] = placement.num_experts
         if self.scores is not None:
-            known["scores"] = self.scores.shape[1]
+            known["scores"] = static(self.scores.shape[1])
         if self.num_experts is not None:
             known["num_experts"] = self.num_experts
         if not known:
@@ -105,3 +151,34 @@ class RoutingInputs:
             said = ", ".join(f"{name} says {count}" for name, count in known.items())
             raise ValueError(f"the number of experts is not the same everywhere: {said}.")
         return next(iter(known.values()))
+
+
+def expert_ids(ids: Tensor) -> Tensor:
+    """Expert ids in a dtype that holds the number of experts too, as uint8 doesn't hold 256.
+
+    Args:
+        ids: any shape, any integer dtype.
+
+    Returns:
+        The same tensor if it is int32 or int64, else int64; beyond that (uint64) negative, which
+        is no expert either.
+
+    Raises:
+        ValueError: if it is no tensor of integers.
+    """
+    if not isinstance(ids, Tensor):
+        raise _no_tensor("topk_ids", ids)
+    if ids.dtype in _WIDE:
+        return ids
+    if ids.dtype not in _INTEGERS:
+        raise ValueError(f"topk_ids has dtype {ids.dtype}: allowed is an integer dtype.")
+    return ids.to(torch.int64)
+
+
+def static(size: int) -> int:
+    """A size that a compiler shall take as a constant: k and E, never the number of tokens."""
+    return operator.index(size)
+
+
+def _no_tensor(name: str, value: Any) -> ValueError:
+    return ValueError(f"{name} is a {type(value).__name__}: allowed is a torch tensor.")

@@ -30,6 +30,14 @@ class TokenPools:
     valid: Tensor | None
     rows: int
 
+    def count_of(self, flags: Tensor) -> Tensor:
+        """[count] int64 valid tokens of each pool that are in `flags` [tokens] bool."""
+        flags = flags if self.valid is None else flags & self.valid
+        if self.of_token is None:
+            return flags.sum().reshape(1)
+        counts = torch.zeros_like(self.sizes)
+        return counts.scatter_add(0, self.of_token, flags.long())
+
     @property
     def total(self) -> Tensor:
         """0-d int64: valid tokens of the forward."""

@@ -5,17 +5,16 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing.assignment import Assignment
 from paceline.routing.budget import Budget
-from paceline.routing.candidates import Candidates, topk_candidates
+from paceline.routing.candidates import topk_candidates
+from paceline.routing.cap import survivors
 from paceline.routing.inputs import RoutingInputs
-from paceline.routing.kernels import operator
-from paceline.routing.metrics import KEY_BITS, descending_key
-from paceline.routing.selection import Kept, backend_for
+from paceline.routing.operator import survivors_in_graph
+from paceline.routing.survivors import Survivors
 
 
 def route(
@@ -40,16 +39,17 @@ def route(
     num_experts = inputs.experts(placement)
     if placement is None:
         placement = _alone(num_experts)
-    check_binding(policy, placement, inputs.topk_ids.shape[1])
     budget = Budget(inputs, policy, placement)
+    check_binding(policy, placement, budget.k)
     bounded = None
     if policy.caps:
-        bounded = operator.bound(budget) if torch.compiler.is_compiling() else bound(budget)
+        compiling = torch.compiler.is_compiling()
+        bounded = survivors_in_graph(budget) if compiling else survivors(budget)
     if bounded is not None and policy.mode == "enforce":
         shown = bounded
     else:
         chosen = topk_candidates(inputs, num_experts)
-        shown = Kept.of(chosen, chosen.offered)
+        shown = Survivors.of(chosen, chosen.offered)
     return Assignment(
         topk_ids=shown.ids,
         topk_weights=shown.weights,
@@ -78,59 +78,6 @@ def check_binding(policy: CapacityPolicy, placement: ExpertPlacement, k: int) ->
         raise ValueError(
             f"max_experts={policy.max_experts} is not allowed: it is at least k, here {k}."
         )
-
-
-def bound(budget: Budget) -> Kept:
-    """What survives the cap: Token Drop, or Expanded Drop where the policy expands."""
-    policy, backend = budget.policy, backend_for(budget.inputs)
-    if policy.expand is None:
-        candidates = topk_candidates(budget.inputs, budget.num_experts)
-        kept = backend.keep_best(budget, candidates)
-    else:
-        candidates = backend.expanded(budget)
-        if policy.expand_rule == "compete":
-            kept = backend.keep_best(budget, candidates)
-            if policy.max_experts is not None:
-                kept = Kept.of(candidates, _trim(candidates, kept.kept, policy.max_experts))
-        else:
-            if policy.max_experts is not None:
-                # extras can't change which genuine ones stay: a token knows the places it has left
-                genuine = backend.keep_best(budget, candidates.genuine).kept
-                candidates = _best_extras(candidates, policy.max_experts - genuine.sum(1))
-            kept = backend.keep_best(budget, candidates, fill=True)
-    if policy.renormalize:
-        kept = kept._replace(weights=_renormalized(kept, candidates))
-    return kept
-
-
-def _best_extras(candidates: Candidates, left: Tensor) -> Candidates:
-    """Offer only the `left` [tokens] best extras of each token."""
-    genuine, extra = candidates.offered.tensor_split([candidates.k], dim=1)
-    wanted = extra & (extra.long().cumsum(1) <= left.unsqueeze(1))
-    return candidates.withdraw(torch.cat([genuine, wanted], 1))
-
-
-def _trim(candidates: Candidates, selected: Tensor, max_experts: int) -> Tensor:
-    """[tokens, slots] bool: a token with more than `max_experts` loses its lowest scores."""
-    scores = candidates.scores
-    assert scores is not None
-    key = torch.where(selected, descending_key(scores), 1 << KEY_BITS)
-    order = torch.sort(key, dim=1, stable=True).indices
-    rank = torch.empty_like(order).scatter_(
-        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
-    )
-    return selected & (rank < max_experts)
-
-
-def _renormalized(kept: Kept, candidates: Candidates) -> Tensor:
-    """[tokens, slots] weights of tokens that lost something, scaled to their former sum."""
-    genuine = candidates.genuine
-    lost = (genuine.offered & ~kept.kept[:, : genuine.k]).any(1)
-    former = torch.where(genuine.offered, genuine.weights, 0).double().sum(1)
-    left = kept.weights.double().sum(1)
-    scaled = (kept.weights.double() * (former / left).unsqueeze(1)).to(kept.weights.dtype)
-    usable = lost & (left > 0) & left.isfinite() & former.isfinite()
-    return torch.where(usable.unsqueeze(1), scaled, kept.weights)
 
 
 @lru_cache(maxsize=64)

@@ -1,7 +1,7 @@
 """Keep the best C of every unit: one entry for every policy, several backends.
 
 The order inside a unit is total, so that all ranks and backends decide alike: genuine before
-extra (where extras only fill), priority class, metric key, token, slot. Every backend gives the
+extra (where extras only fill), priority class, ranking key, token, slot. Every backend gives the
 same answer to the bit; `plain` is the reference.
 
 | backend | for | how |
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import NamedTuple, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from torch import Tensor
 from paceline.routing.budget import Budget
 from paceline.routing.candidates import Candidates
 from paceline.routing.inputs import RoutingInputs
+from paceline.routing.survivors import Survivors
 
 BACKENDS = {"plain": None, "native": "numba", "cuda": "triton"}
 """Name -> the library that it needs beyond torch."""
@@ -35,33 +36,13 @@ BACKEND_VARIABLE = "PACELINE_BACKEND"
 """Environment variable that forces a backend: for tests, measurements and bug reports."""
 
 
-class Kept(NamedTuple):
-    """What fits the capacities.
-
-    Attributes:
-        ids: [tokens, slots] int64, num_experts where nothing is kept.
-        weights: [tokens, slots], 0 where nothing is kept.
-        kept: [tokens, slots] bool.
-    """
-
-    ids: Tensor
-    weights: Tensor
-    kept: Tensor
-
-    @classmethod
-    def of(cls, candidates: Candidates, kept: Tensor) -> Kept:
-        """The candidates in `kept` [tokens, slots] bool."""
-        ids = torch.where(kept, candidates.ids.long(), candidates.num_experts)
-        return cls(ids, torch.where(kept, candidates.weights, 0), kept)
-
-
 class Backend(Protocol):
     """A module of `paceline.routing.kernels`."""
 
     def expanded(self, budget: Budget) -> Candidates:
         """The model's own choice and the extras that the policy allows."""
 
-    def keep_best(self, budget: Budget, candidates: Candidates, fill: bool = False) -> Kept:
+    def keep_best(self, budget: Budget, candidates: Candidates, fill: bool = False) -> Survivors:
         """The first of each unit that its places allow.
 
         With `fill`, extras come after all genuine ones of the unit, and may only take places that

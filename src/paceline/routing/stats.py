@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from paceline.balance import straggler_loss
 from paceline.placement import ExpertPlacement
-from paceline.routing.assignment import Assignment
+from paceline.routing.assignment import Assignment, count_experts
+from paceline.routing.inputs import expert_ids
 
 _FLUSH_FORWARDS, _FLUSH_ROWS = 256, 1 << 16
 """Uncapped forwards are counted in bulk: a decode step then costs one list append."""
@@ -24,17 +27,21 @@ class LayerStats:
     """What one layer's experts and devices had to do since statistics were last reset.
 
     Loads are assignments (token, expert) summed over forwards; "before" is the model's own choice,
-    "after" what remains with the policy (in shadow mode: would remain). A unit's mean is
-    T k n / E for the n experts it hosts, T valid tokens. A peak-to-mean is reduced over the
-    units of a forward by max, then over forwards by their mean weighted with tokens (which is the
+    "after" what remains with the policy (in shadow mode: would remain). A peak-to-mean is the load
+    of the busiest unit over the mean before, T k / E an expert and T k / D a device for T valid
+    tokens and D devices, empty ones too: a layer ends when the device with the most rows does,
+    however many experts it hosts. Over forwards it is their mean weighted with tokens (which is the
     ratio of the time spent to the time a perfect balance would take); `worst_` is the max over
     forwards. `straggler_loss` is 1 - 1 / peak-to-mean of the devices. `gate_mass_kept` is over the
     forwards that were routed by a policy, the only ones whose scores were looked at.
+    `min_expert_load` is the mean load of an expert below which nothing is capped, as the policy in
+    force resolves it for the layer; None where none is in force.
     """
 
     name: str
     forwards: int
     capped_forwards: int
+    min_expert_load: float | None
     tokens: int
     assignments: int
     dropped: int
@@ -55,7 +62,6 @@ class LayerStats:
     worst_expert_peak_to_mean_after: float
     straggler_loss_before: float
     straggler_loss_after: float
-    min_expert_load: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -63,35 +69,52 @@ class LayerStats:
 
 
 class LoadAccumulator:
-    """Adds up the loads of one layer over forwards.
+    """Adds up the loads of one layer over forwards, of any number of threads at once.
 
     Args:
         name: of the layer.
         placement: expert -> device; every expert a device where the user gave none.
         k: experts a token.
         device: where the counts are kept.
+
+    Attributes:
+        min_expert_load: of the policy in force, resolved, for `LayerStats`; to be set.
     """
 
     def __init__(
         self, name: str, placement: ExpertPlacement, k: int, device: torch.device | str
     ) -> None:
         self.name, self.placement, self.k = name, placement, k
-        self._device = torch.device(device)
-        sizes = torch.tensor(placement.sizes, device=device)
-        self._device_of = torch.tensor(placement.expert_to_device, device=device)
-        self._share = placement.num_experts / sizes.double().clamp(min=1)  # of T k / load, per unit
         self.min_expert_load: float | None = None
+        self._device = torch.device(device)
+        # Taken by all that reads or writes a count, but for what a compiler traces.
+        self._lock = threading.Lock()
+        with torch.inference_mode(False):  # counts go on outside of it
+            self._device_of = torch.tensor(placement.expert_to_device, device=device)
         self.reset()
 
     def reset(self) -> None:
         """Forget everything."""
         experts, device = self.placement.num_experts, self._device
-        self._loads = torch.zeros((2, experts), dtype=torch.int64, device=device)
-        self._counts = torch.zeros(len(_COUNTS), dtype=torch.int64, device=device)
-        self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
-        self._worst = torch.zeros(len(_PEAKS), dtype=torch.float64, device=device)
-        self._pending: list[tuple[Tensor, Tensor | None]] = []
-        self._pending_rows = 0
+        with self._lock, torch.inference_mode(False):
+            self._loads = torch.zeros((2, experts), dtype=torch.int64, device=device)
+            self._counts = torch.zeros(len(_COUNTS), dtype=torch.int64, device=device)
+            self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
+            self._worst = torch.zeros(len(_PEAKS), dtype=torch.float64, device=device)
+            self._pending: list[tuple[Tensor, Tensor | None]] = []
+            self._pending_rows = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy starts with: counts of its own, all of one moment."""
+        with self._lock, torch.inference_mode(False):
+            state = {name: value for name, value in vars(self).items() if name != "_lock"}
+            for name in ("_loads", "_counts", "_sums", "_worst"):
+                state[name] = state[name].clone()
+            state["_pending"] = list(self._pending)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
 
     def observe(self, topk_ids: Tensor, valid: Tensor | None = None) -> None:
         """Count a forward that ran as the model chose; the tensors must not change afterwards.
@@ -100,13 +123,15 @@ class LoadAccumulator:
             topk_ids: [tokens, k] expert ids, any integer dtype.
             valid: [tokens] bool, or None: every token.
         """
+        topk_ids = expert_ids(topk_ids)
         if torch.compiler.is_compiling():
-            self._count([(topk_ids, valid)])  # a growing list would recompile at every forward
+            self._count_one(topk_ids, valid)  # a growing list would recompile at every forward
             return
-        self._pending.append((topk_ids, valid))
-        self._pending_rows += topk_ids.shape[0]
-        if len(self._pending) >= _FLUSH_FORWARDS or self._pending_rows >= _FLUSH_ROWS:
-            self._flush()
+        with self._lock:
+            self._pending.append((topk_ids, valid))
+            self._pending_rows += topk_ids.shape[0]
+            if len(self._pending) >= _FLUSH_FORWARDS or self._pending_rows >= _FLUSH_ROWS:
+                self._flush()
 
     def add(self, assignment: Assignment) -> None:
         """Count a forward that was routed (enforced or in shadow)."""
@@ -118,15 +143,21 @@ class LoadAccumulator:
         counts = torch.stack(
             [torch.ones_like(tokens), capped.long(), tokens, assignment.dropped, assignment.extras]
         )
-        self._tally(before[None], after[None], tokens[None], counts, torch.stack([whole, kept]))
+        mass = torch.stack([whole, kept])
+        if torch.compiler.is_compiling():
+            self._tally(before[None], after[None], tokens[None], counts, mass)
+            return
+        with self._lock:
+            self._tally(before[None], after[None], tokens[None], counts, mass)
 
     def result(self) -> LayerStats:
         """The statistics so far (this waits for the device)."""
-        self._flush()
-        counts = dict(zip(_COUNTS, self._counts.tolist(), strict=True))
-        sums = dict(zip(_SUMS, self._sums.tolist(), strict=True))
-        worst = dict(zip(_PEAKS, self._worst.tolist(), strict=True))
-        before, after = self._loads
+        with self._lock:
+            self._flush()
+            counts = dict(zip(_COUNTS, self._counts.tolist(), strict=True))
+            sums = dict(zip(_SUMS, self._sums.tolist(), strict=True))
+            worst = dict(zip(_PEAKS, self._worst.tolist(), strict=True))
+            before, after = self._loads.clone()
 
         def peak(name: str) -> float:
             """Time-weighted mean over forwards; without tokens nothing waits."""
@@ -137,6 +168,7 @@ class LoadAccumulator:
             name=self.name,
             forwards=counts["forwards"],
             capped_forwards=counts["capped"],
+            min_expert_load=self.min_expert_load,
             tokens=counts["tokens"],
             assignments=assignments,
             dropped=counts["dropped"],
@@ -157,14 +189,31 @@ class LoadAccumulator:
             worst_expert_peak_to_mean_after=worst["expert_after"],
             straggler_loss_before=straggler_loss(peak("device_before")),
             straggler_loss_after=straggler_loss(peak("device_after")),
-            min_expert_load=self.min_expert_load,
         )
 
     def _flush(self) -> None:
         """Count the forwards that wait."""
         if self._pending:
-            self._count(self._pending)
-            self._pending, self._pending_rows = [], 0
+            pending, self._pending, self._pending_rows = self._pending, [], 0
+            self._count(pending)
+
+    def _count_one(self, ids: Tensor, valid: Tensor | None) -> None:
+        """Count a forward of a number of tokens that a compiler takes as any number."""
+        ids = ids.to(self._device)
+        counted = None if valid is None else valid.to(self._device).unsqueeze(1)
+        loads = count_experts(ids, counted, self.placement.num_experts)[None]
+        tokens = torch.ones_like(ids[:, :1]) if counted is None else counted
+        tokens = tokens.long().sum().reshape(1)
+        self._tally(
+            loads, loads, tokens, self._counts_of(1, tokens), torch.zeros_like(self._sums[:2])
+        )
+
+    def _counts_of(self, forwards: int, tokens: Tensor) -> Tensor:
+        """[counts] of forwards that nothing was done to, with [forwards] tokens."""
+        counts = torch.zeros_like(self._counts)
+        counts[_COUNTS.index("forwards")] = forwards
+        counts[_COUNTS.index("tokens")] = tokens.sum()
+        return counts
 
     def _count(self, pending: list[tuple[Tensor, Tensor | None]]) -> None:
         """Count some forwards, all in one pass of [forwards, experts] tables."""
@@ -193,9 +242,7 @@ class LoadAccumulator:
         loads = torch.zeros(forwards * experts + 1, dtype=torch.int64, device=self._device)
         loads = loads.scatter_add(0, bins.flatten(), torch.ones_like(bins).flatten())
         loads = loads[:-1].view(forwards, experts)
-        counts = torch.zeros_like(self._counts)
-        counts[_COUNTS.index("forwards")] = forwards
-        counts[_COUNTS.index("tokens")] = tokens.sum()
+        counts = self._counts_of(forwards, tokens)
         self._tally(loads, loads, tokens, counts, torch.zeros_like(self._sums[:2]))
 
     def _tally(
@@ -219,7 +266,7 @@ class LoadAccumulator:
 
     def _peaks(self, loads: Tensor) -> tuple[Tensor, Tensor]:
         """[forwards] of the busiest device and expert: load / mean times T k."""
-        device = (self._per_device(loads) * self._share).amax(1)
+        device = self._per_device(loads).amax(1).double() * self.placement.num_devices
         return device, loads.amax(1).double() * self.placement.num_experts
 
     def _per_device(self, loads: Tensor) -> Tensor:
@@ -227,8 +274,3 @@ class LoadAccumulator:
         shape = (loads.shape[0], self.placement.num_devices)
         empty = torch.zeros(shape, dtype=loads.dtype, device=loads.device)
         return empty.scatter_add(1, self._device_of.expand_as(loads), loads)
-
-
-def straggler_loss(peak_to_mean: float) -> float:
-    """Share of the layer's expert time that an average unit waits: 1 - 1 / peak-to-mean."""
-    return 1 - 1 / peak_to_mean if peak_to_mean > 1 else 0.0

@@ -28,11 +28,11 @@ from paceline.engines.transformers.modules import (
 from paceline.engines.transformers.probe import Probe
 from paceline.engines.transformers.rules import LayerRule, layer_rule, load_of_a_rank
 from paceline.engines.transformers.running import Running
+from paceline.keeps import registered_keeps
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import Assignment, RoutingInputs, route
 from paceline.routing.budget import Budget
-from paceline.routing.metrics import registered_keeps
 
 
 class ParallelLayer(AttachedLayer):

@@ -15,8 +15,8 @@ from paceline.routing.capacity import MAX_TOKENS, small_ratio
 from paceline.routing.constants import table
 from paceline.routing.kernels import plain
 from paceline.routing.kernels import triton_kernels as kernels
-from paceline.routing.metrics import metric_key, require_scores
-from paceline.routing.selection import Kept
+from paceline.routing.ranking import ranking_key, require_scores
+from paceline.routing.survivors import Survivors
 
 expanded = plain.expanded
 
@@ -25,7 +25,7 @@ _MOST_GROUPS = 2048
 """Groups beyond which the tables of a block outgrow the tokens: requests as pools. Then torch."""
 
 
-def keep_best(budget: Budget, candidates: Candidates, fill: bool = False) -> Kept:
+def keep_best(budget: Budget, candidates: Candidates, fill: bool = False) -> Survivors:
     """See `paceline.routing.selection.Backend`."""
     policy, units = budget.policy, budget.units
     rows, slots = candidates.ids.shape
@@ -53,7 +53,8 @@ def keep_best(budget: Budget, candidates: Candidates, fill: bool = False) -> Kep
     key_dtype = torch.int32 if priority is None else torch.int64
     group, index = empty(rows, slots), empty(rows * slots)
     key, own_keys = empty(rows, slots, dtype=key_dtype), empty(rows * slots, dtype=key_dtype)
-    counts, tokens, prompts = empty(blocks, bins), empty(blocks, pool_bins), empty(blocks)
+    counts, tokens = empty(blocks, bins), empty(blocks, pool_bins)
+    prompts = tokens if decode is None else empty(blocks, pool_bins)
     limit, last_tie = empty(groups, dtype=torch.int64), empty(groups)
     kept_ids, kept = empty(rows, slots, dtype=torch.int64), empty(rows, slots, dtype=torch.bool)
     kept_weights, bits = torch.empty_like(weights), _BITS[weights.element_size()]
@@ -68,13 +69,14 @@ def keep_best(budget: Budget, candidates: Candidates, fill: bool = False) -> Kep
         kernels.threshold[(groups,)](
             group, key, counts, tokens, prompts, table(ratios, like), own_keys, index, limit,
             last_tie, rows, slots, blocks, units.count, pools, budget.tokens_needed,
-            fill, bins, pool_bins, 2048, max(1, min(128, 4096 // bins)), num_warps=8,
+            policy.pool == "request", fill, bins, pool_bins, 2048, max(1, min(128, 4096 // bins)),
+            num_warps=8,
         )  # fmt: skip
         kernels.apply[(triton.cdiv(rows * slots, 1024),)](
             ids, weights.view(bits), group, key, limit, last_tie, kept_ids,
             kept_weights.view(bits), kept, rows * slots, groups, budget.num_experts, 1024,
         )  # fmt: skip
-    return Kept(kept_ids, kept_weights, kept)
+    return Survivors(kept_ids, kept_weights, kept)
 
 
 def _metric(budget: Budget, candidates: Candidates) -> tuple[Tensor, int]:
@@ -89,7 +91,8 @@ def _metric(budget: Budget, candidates: Candidates) -> tuple[Tensor, int]:
     if keep in ("first", "last"):
         kind = kernels.CONSTANT if keep == "first" else kernels.LATEST
         return inputs.topk_ids, kind.value
-    return metric_key(budget.policy, candidates, budget.pools.rank).contiguous(), kernels.KEYS.value
+    keys = ranking_key(budget.policy, candidates, budget.pools.rank)
+    return keys.contiguous(), kernels.KEYS.value
 
 
 @lru_cache(maxsize=1024)

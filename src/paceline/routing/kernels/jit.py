@@ -76,7 +76,7 @@ def _choose_slots(
 
     # Below nothing branches on the data: which groups are overfull and who stays is anybody's
     # guess, and a wrong guess costs more than the work. A group that is not overfull puts its keys
-    # on the scratch cell 0, and its bound lets all of them through.
+    # on the scratch cell 0, and its threshold lets all of them through.
     start = np.zeros(groups + 1, np.uint32)
     step = np.zeros(groups + 1, np.uint32)
     total, keys[0] = 1, 0
@@ -87,8 +87,8 @@ def _choose_slots(
             total += size[g]
             size[g] = room
         taken[g] += size[g]
-    bound = np.full(groups + 1, np.uint64(1) << np.uint64(63))  # keys below it stay,
-    bound[groups] = 0
+    threshold = np.full(groups + 1, np.uint64(1) << np.uint64(63))  # keys below it stay,
+    threshold[groups] = 0
     ties = np.zeros(groups + 1, np.int64)  # and so many of those that equal it
 
     if total > 1:
@@ -107,9 +107,9 @@ def _choose_slots(
                 end[g] = p + step[g]
         for g in range(groups):
             if step[g]:
-                bound[g] = 0
+                threshold[g] = 0
                 if size[g]:
-                    bound[g], ties[g] = _last_place(keys[start[g] : end[g]], size[g])
+                    threshold[g], ties[g] = _last_place(keys[start[g] : end[g]], size[g])
 
     for t in range(rows):
         for j in range(width):
@@ -118,8 +118,8 @@ def _choose_slots(
             p = start[g]
             start[g] = p + step[g]
             key = np.uint64(keys[p])
-            keep = key < bound[g]
-            if key == bound[g]:
+            keep = key < threshold[g]
+            if key == threshold[g]:
                 keep = ties[g] > 0
                 ties[g] -= 1
             mask = -np.int64(keep)
@@ -130,14 +130,15 @@ def _choose_slots(
 
 @_compiled
 def extend(
-    ids, weights, scores, valid, row_of, table, device_of, visited, limit, all_ids, extra_weights
+    ids, weights, scores, valid, capped, row_of, table, device_of, visited, limit, all_ids,
+    extra_weights,
 ):  # fmt: skip
     """Each token's own choice, then its `limit` best extras; see `candidates`.
 
     Args:
         ids, weights: [T, k] of the model, the weights as floats.
         scores: [T, E] float32.
-        valid: [T], or empty: all.
+        valid, capped: [T], or empty: all. Only those that are capped get extras.
         row_of: [T] row of `table` with a token's candidates, or empty: row 0.
         table: [rows, candidates] ascending experts, E where there is none.
         device_of: [E] device of each expert.
@@ -164,7 +165,8 @@ def extend(
             all_ids[t, j] = e
         for j in range(limit):
             all_ids[t, k + j], extra_weights[t, j] = experts, 0
-        if not (0 < weight_sum < np.inf and 0 < score_sum < np.inf):
+        scalable = 0 < weight_sum < np.inf and 0 < score_sum < np.inf
+        if not scalable or (capped.size and not capped[t]):
             continue
         count = 0
         row = row_of[t] if row_of.size else 0
@@ -190,7 +192,7 @@ def extend(
 
 @_compiled
 def _descending(bits):
-    """A float32's bits as a key that is smaller where the float is larger; see `metrics`."""
+    """A float32's bits as a key that is smaller where the float is larger; see `keys`."""
     if (bits & 0x7FFFFFFF) > 0x7F800000:  # NaN
         return np.uint32(0xFFFFFFFF)
     if bits == -0x80000000:  # -0.0
@@ -219,12 +221,12 @@ def _last_place(keys, places):
 
 
 @_compiled
-def _count(keys, bound):
-    """How many keys are at most `bound`."""
+def _count(keys, most):
+    """How many keys are at most `most`."""
     word = keys.dtype.type  # one width throughout, for the vector units
-    bound, count = word(bound), word(0)
+    most, count = word(most), word(0)
     for i in range(keys.size):
-        count = word(count + word(keys[i] <= bound))
+        count = word(count + word(keys[i] <= most))
     return np.int64(count)
 
 

@@ -21,9 +21,9 @@ from paceline.routing.budget import Budget, places_on_host
 from paceline.routing.candidates import Candidates
 from paceline.routing.kernels import plain
 from paceline.routing.kernels.jit import BY_EXPERT, BY_SLOT, KEYS, choose, extend
-from paceline.routing.metrics import metric_key, require_scores
 from paceline.routing.pools import token_devices
-from paceline.routing.selection import Kept
+from paceline.routing.ranking import ranking_key, require_scores
+from paceline.routing.survivors import Survivors
 
 Array = npt.NDArray[Any]
 
@@ -38,8 +38,11 @@ def expanded(budget: Budget) -> Candidates:
     """See `paceline.routing.selection.Backend`."""
     inputs, policy, placement = budget.inputs, budget.policy, budget.placement
     table = _candidates_of(placement, policy.expand == "own_device")
-    if inputs.scores is None or table.shape[1] > _WIDEST or not _array(budget.capped):
+    if inputs.scores is None or table.shape[1] > _WIDEST:
         return plain.expanded(budget)
+    capped = _NO_FLAGS
+    if not _array(budget.capped).all():
+        capped = np.ascontiguousarray(np.broadcast_to(_array(budget.capped_token), budget.rows))
     row_of = _NO_NUMBERS
     if policy.expand == "own_device":
         row_of = _array(token_devices(inputs, placement.num_devices, 'expand="own_device"'))
@@ -52,7 +55,7 @@ def expanded(budget: Budget) -> Candidates:
         _array(weights if weights.dtype is torch.float64 else weights.float()),
         _array(inputs.scores.float()),
         _NO_FLAGS if inputs.valid is None else _array(inputs.valid),
-        row_of, table, _device_of(placement), policy.expand == "visited_devices", limit,
+        capped, row_of, table, _device_of(placement), policy.expand == "visited_devices", limit,
         ids.numpy(), extra_weights.numpy(),
     )  # fmt: skip
     weights = torch.cat([weights, extra_weights.to(weights.dtype)], 1)
@@ -76,7 +79,7 @@ def _device_of(placement: ExpertPlacement) -> Array:
     return np.array(placement.expert_to_device)
 
 
-def keep_best(budget: Budget, candidates: Candidates, fill: bool = False) -> Kept:
+def keep_best(budget: Budget, candidates: Candidates, fill: bool = False) -> Survivors:
     """See `paceline.routing.selection.Backend`."""
     policy, units, inputs = budget.policy, budget.units, budget.inputs
     ids = candidates.ids.long().contiguous()
@@ -104,7 +107,7 @@ def keep_best(budget: Budget, candidates: Candidates, fill: bool = False) -> Kep
         np.empty(ids.numel() + 1, np.uint64 if priority.size else np.uint32),
         kept_ids, _bits(kept_weights), kept,
     )  # fmt: skip
-    return Kept(torch.from_numpy(kept_ids), kept_weights, torch.from_numpy(kept))
+    return Survivors(torch.from_numpy(kept_ids), kept_weights, torch.from_numpy(kept))
 
 
 def _metric(budget: Budget, candidates: Candidates) -> tuple[Array, int]:
@@ -116,7 +119,7 @@ def _metric(budget: Budget, candidates: Candidates) -> tuple[Array, int]:
         return _array(require_scores(candidates.scores)), BY_SLOT
     if keep == "weight":
         return _array(candidates.weights.float()), BY_SLOT
-    keys = metric_key(budget.policy, candidates, budget.pools.rank)
+    keys = ranking_key(budget.policy, candidates, budget.pools.rank)
     return _array(keys.int()).view(np.float32), KEYS
 
 

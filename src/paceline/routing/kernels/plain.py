@@ -8,18 +8,19 @@ from torch import Tensor
 from paceline.routing.assignment import unit_groups
 from paceline.routing.budget import Budget
 from paceline.routing.candidates import Candidates, expanded_candidates
-from paceline.routing.metrics import KEY_BITS, metric_key
+from paceline.routing.keys import KEY_BITS
 from paceline.routing.pools import position_in_run
 from paceline.routing.priority import PRIORITY_BITS
-from paceline.routing.selection import Kept
+from paceline.routing.ranking import ranking_key
+from paceline.routing.survivors import Survivors
 
 
 def expanded(budget: Budget) -> Candidates:
     """The model's own choice and the extras that the policy allows."""
-    return expanded_candidates(budget.inputs, budget.policy, budget.placement, budget.capped)
+    return expanded_candidates(budget.inputs, budget.policy, budget.placement, budget.capped_token)
 
 
-def keep_best(budget: Budget, candidates: Candidates, fill: bool = False) -> Kept:
+def keep_best(budget: Budget, candidates: Candidates, fill: bool = False) -> Survivors:
     """See `paceline.routing.selection.Backend`."""
     policy = budget.policy
     assert policy.factor is not None
@@ -32,11 +33,11 @@ def keep_best(budget: Budget, candidates: Candidates, fill: bool = False) -> Kep
         unit_groups(budget, candidates.safe_ids, candidates.offered),
         budget.pools.count * budget.units.count,
         places,
-        metric_key(policy, candidates, budget.pools.rank),
+        ranking_key(policy, candidates, budget.pools.rank),
         budget.priority,
         genuine_slots=candidates.k if fill else None,
     )
-    return Kept.of(candidates, kept)
+    return Survivors.of(candidates, kept)
 
 
 def first_of_each_group(

@@ -25,7 +25,8 @@ def prepare(
     GROUPS: tl.constexpr, POOLS: tl.constexpr,
 ):  # fmt: skip
     """group [T, S] int32, key [T, S] in signed order, counts [blocks, GROUPS], tokens [blocks,
-    POOLS] valid tokens of each pool, prompts [blocks] valid tokens that are not decode tokens."""
+    POOLS] valid tokens of each pool, prompts [blocks, POOLS] (DECODE) those of them that are no
+    decode tokens."""
     block = tl.program_id(0)
     row = block * BLOCK + tl.arange(0, BLOCK)
     there = row < rows
@@ -36,11 +37,11 @@ def prepare(
     if POOL:
         home = tl.load(pool + row, mask=there, other=0).to(tl.int64)
     pooled = tl.where(live, home, pools).to(tl.int32)
-    tl.store(tokens + block * POOLS + tl.arange(0, POOLS), tl.histogram(pooled, POOLS))
-    prompt = live
+    by_pool = block * POOLS + tl.arange(0, POOLS)
+    tl.store(tokens + by_pool, tl.histogram(pooled, POOLS))
     if DECODE:
-        prompt = live & (tl.load(decode + row, mask=there, other=1) == 0)
-    tl.store(prompts + block, tl.sum(prompt.to(tl.int32), 0))
+        generated = tl.load(decode + row, mask=there, other=1) != 0
+        tl.store(prompts + by_pool, tl.histogram(tl.where(generated, pools, pooled), POOLS))
 
     slot = tl.arange(0, SLOTS)
     at = row[:, None].to(tl.int64) * slots + slot[None, :]
@@ -78,13 +79,13 @@ def prepare(
 
 
 @triton.jit
-def _count(keys, n, bound, CHUNK: tl.constexpr):
-    """How many of n keys are at most `bound`."""
+def _count(keys, n, most, CHUNK: tl.constexpr):
+    """How many of n keys are at most `most`."""
     count = tl.zeros([CHUNK], tl.int32)
     for first in range(0, n, CHUNK):
         at = first + tl.arange(0, CHUNK)
         key = tl.load(keys + at, mask=at < n, other=0).to(tl.int64)
-        count += ((at < n) & (key <= bound)).to(tl.int32)
+        count += ((at < n) & (key <= most)).to(tl.int32)
     return tl.sum(count, 0)
 
 
@@ -92,10 +93,13 @@ def _count(keys, n, bound, CHUNK: tl.constexpr):
 def threshold(
     group, key, counts, tokens, prompts, ratios, own_keys, own_index, limit, last_tie,
     rows, slots, blocks, units, pools, needed,
-    FILL: tl.constexpr, GROUPS: tl.constexpr, POOLS: tl.constexpr, CHUNK: tl.constexpr,
-    TILE: tl.constexpr,
+    ALONE: tl.constexpr, FILL: tl.constexpr, GROUPS: tl.constexpr, POOLS: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Per group: the key below which all stay, and the last index of those equal to it that stay.
+
+    A pool is capped if it has a prompt token, and if all pools (ALONE: this one) have as many
+    tokens as are `needed`; `prompts` may be `tokens`.
 
     ratios [2, units, 3] int64: places are T * whole + ceil(T * rest / denominator), first of all
     assignments, then (FILL) of extras. own_keys, own_index [T * S]: scratch.
@@ -105,7 +109,7 @@ def threshold(
     extra = mine // half
     home = (mine % half) // units
     n, start, genuine = 0, 0, 0
-    pool_tokens, all_tokens, prompt = 0, 0, 0
+    pool_tokens, enough, prompt = 0, 0, 0
     column, pool = tl.arange(0, GROUPS), tl.arange(0, POOLS)
     for first in range(0, blocks, TILE):
         block = first + tl.arange(0, TILE)
@@ -120,8 +124,12 @@ def threshold(
         tile = tl.load(tokens + block[:, None] * POOLS + pool[None, :], mask=some[:, None], other=0)
         by_pool = tl.sum(tile, 0)
         pool_tokens += tl.sum(tl.where(pool == home, by_pool, 0), 0)
-        all_tokens += tl.sum(tl.where(pool < pools, by_pool, 0), 0)
-        prompt += tl.sum(tl.load(prompts + block, mask=some, other=0), 0)
+        judged = pool == home if ALONE else pool < pools
+        enough += tl.sum(tl.where(judged, by_pool, 0), 0)
+        tile = tl.load(
+            prompts + block[:, None] * POOLS + pool[None, :], mask=some[:, None], other=0
+        )
+        prompt += tl.sum(tl.where(pool == home, tl.sum(tile, 0), 0), 0)
 
     ratio = ratios + (extra * units + mine % units) * 3
     count = pool_tokens.to(tl.int64)
@@ -129,13 +137,13 @@ def threshold(
     places = count * whole + (count * rest + denominator - 1) // denominator
     if FILL:
         places = tl.maximum(places - genuine, 0)
-    bound = tl.full([], 1 << 62, tl.int64)
+    last = tl.full([], 1 << 62, tl.int64)
     tie = tl.full([], -1, tl.int32)
-    if (all_tokens >= needed) & (prompt > 0) & (n > places):
+    if (enough >= needed) & (prompt > 0) & (n > places):
         keys_here = own_keys + start
         index_here = own_index + start
         done = 0
-        least, most = bound, -bound
+        least, most = last, -last
         for first in range(0, rows * slots, CHUNK):
             at = first + tl.arange(0, CHUNK)
             found = tl.load(group + at, mask=at < rows * slots, other=-1) == mine
@@ -155,7 +163,7 @@ def threshold(
                 high = middle
             else:
                 low = middle + 1
-        bound = low
+        last = low
         ties = (places - _count(keys_here, n, low - 1, CHUNK)).to(tl.int32)
         seen = 0
         for first in range(0, n, CHUNK):
@@ -165,7 +173,7 @@ def threshold(
             index = tl.load(index_here + at, mask=at < n, other=0)
             tie = tl.maximum(tie, tl.max(tl.where(equal & (nth <= ties), index, -1), 0))
             seen += tl.sum(equal.to(tl.int32), 0)
-    tl.store(limit + mine, bound)
+    tl.store(limit + mine, last)
     tl.store(last_tie + mine, tie)
 
 
@@ -180,9 +188,9 @@ def apply(
     mine = tl.load(group + at, mask=inside, other=0)
     some = inside & (mine < groups)
     value = tl.load(key + at, mask=some, other=0).to(tl.int64)
-    bound = tl.load(limit + mine, mask=some, other=0)
+    last = tl.load(limit + mine, mask=some, other=0)
     tie = tl.load(last_tie + mine, mask=some, other=0)
-    keep = some & ((value < bound) | ((value == bound) & (at <= tie)))
+    keep = some & ((value < last) | ((value == last) & (at <= tie)))
     expert = tl.load(ids + at, mask=inside, other=0).to(tl.int64)
     weight = tl.load(weights + at, mask=inside, other=0)
     tl.store(kept_ids + at, tl.where(keep, expert, experts), mask=inside)

@@ -12,18 +12,19 @@ from torch import Tensor
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing.budget import Budget
+from paceline.routing.cap import survivors
 from paceline.routing.inputs import RoutingInputs
-from paceline.routing.selection import Kept
+from paceline.routing.survivors import Survivors
 
 
-def bound(budget: Budget) -> Kept:
-    """`paceline.routing.route.bound` as a single node of a graph."""
+def survivors_in_graph(budget: Budget) -> Survivors:
+    """`paceline.routing.cap.survivors` as a single node of a graph."""
     inputs, placement = budget.inputs, budget.placement
     step = inputs.step
     if not isinstance(step, Tensor):
         step = torch.full((), step, dtype=torch.int64, device=budget.device)
-    return Kept(
-        *_bound(
+    return Survivors(
+        *_cap(
             inputs.topk_ids,
             inputs.topk_weights,
             inputs.scores,
@@ -43,8 +44,8 @@ def bound(budget: Budget) -> Kept:
     )
 
 
-@torch.library.custom_op("paceline::bound", mutates_args=())
-def _bound(
+@torch.library.custom_op("paceline::cap", mutates_args=())
+def _cap(
     topk_ids: Tensor,
     topk_weights: Tensor,
     scores: Tensor | None,
@@ -61,8 +62,6 @@ def _bound(
     num_devices: int,
     slots: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from paceline.routing.route import bound as eager
-
     inputs = RoutingInputs(
         topk_ids,
         topk_weights,
@@ -77,11 +76,11 @@ def _bound(
         step=step,
     )
     placement = ExpertPlacement(tuple(expert_to_device), num_devices)
-    kept = eager(Budget(inputs, _policy(policy), placement))
-    return kept.ids, kept.weights, kept.kept
+    left = survivors(Budget(inputs, _policy(policy), placement))
+    return left.ids, left.weights, left.kept
 
 
-@_bound.register_fake
+@_cap.register_fake
 def _(topk_ids: Tensor, topk_weights: Tensor, *others: int) -> tuple[Tensor, Tensor, Tensor]:
     shape = (topk_ids.shape[0], others[-1])
     return (
