@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
-from threading import Lock
 from typing import Any
 
 import torch
@@ -20,8 +19,9 @@ from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import Assignment, RoutingInputs, route
 from paceline.routing.capacity import tokens_needed
+from paceline.routing.priority import token_priorities
 from paceline.routing.route import check_binding
-from paceline.routing.stats import LayerStats, LoadAccumulator
+from paceline.routing.stats import LoadAccumulator
 
 DROPPED = -1
 """The id of a dropped slot."""
@@ -82,7 +82,6 @@ class CappedLayer:
         self._weightless = type(router).__name__.endswith("ZeroExpertRouter")
         self.units = placement or ExpertPlacement.per_expert(num_experts)
         self.loads = LoadAccumulator(name, self.units, k, "cpu")
-        self._counting = Lock()  # a thread of its own publishes what was counted
         self.watchers: list[Watcher] = []
         self.policy: CapacityPolicy | None = None
         self.slots = 0
@@ -132,9 +131,10 @@ class CappedLayer:
     def follow(self, policy: CapacityPolicy | None) -> None:
         """Put a checked policy in force; None: nothing is done and nothing counted."""
         self.policy = policy
+        self.loads.min_expert_load = None
         if policy is None or not policy.caps:
             return
-        load = policy.resolved_min_expert_load("cpu")
+        load = self.loads.min_expert_load = policy.resolved_min_expert_load("cpu")
         self._tokens_needed = tokens_needed(load, self.k, self.num_experts)
         self._routed = policy
         if policy.pool == "source":
@@ -163,11 +163,6 @@ class CappedLayer:
         if always or policy.pool == "request":
             return lambda tokens: always
         return never
-
-    def stats(self) -> LayerStats:
-        """What was counted so far."""
-        with self._counting:
-            return self.loads.result()
 
     # -- running ----------------------------------------------------------------------------------
 
@@ -228,15 +223,13 @@ class CappedLayer:
             return None
         if not policy.caps or self._idle(batch):
             if self.ranks.counts:
-                chosen = self._assigned(ids, weights).clone()  # vLLM may use the memory again
-                with self._counting:
-                    self.loads.observe(chosen, batch.valid)
+                # a copy: vLLM may use the memory again
+                self.loads.observe(self._assigned(ids, weights).clone(), batch.valid)
             return None
         inputs = self._inputs(batch, weights, ids, logits)
         assignment = route(inputs, self._routed, self.units)
         if self.ranks.counts:
-            with self._counting:
-                self.loads.add(assignment)
+            self.loads.add(assignment)
         for watcher in self.watchers:
             watcher(self, inputs, assignment)
         return assignment
@@ -263,9 +256,7 @@ class CappedLayer:
             given["token_request"] = batch.request
         if facts.decode:
             given["token_decode"] = batch.decode(self._prompt_lengths(batch.requests))
-        if facts.position and policy.protect_first:
-            from paceline.routing.priority import token_priorities
-
+        if facts.position:
             given["token_priority"] = token_priorities(policy, position=batch.position)
         if facts.source:
             source = torch.full((batch.rows,), self.ranks.expert_rank, dtype=torch.int64)

@@ -131,7 +131,7 @@ class CappedModel:
 
     def stats(self) -> list[LayerStats]:
         """Loads and drops of every layer since the server started."""
-        return [layer.stats() for layer in self.layers]
+        return [layer.loads.result() for layer in self.layers]
 
     def policy_text(self) -> str:
         """The policy in force, one a layer where they differ, or "off"."""
@@ -159,7 +159,7 @@ class CappedModel:
             "policy": None if one is None else str(one),
             "fields": None if one is None else json.loads(one.to_json()),
             "policies": None if one is not None else [p and str(p) for p in policies],
-            "min_expert_load": one and one.resolved_min_expert_load("cpu"),
+            "min_expert_load": stats[0].min_expert_load,
             "forwards": max(layer.forwards for layer in stats),
             "capped_forwards": max(layer.capped_forwards for layer in stats),
             "assignments": sum(layer.assignments for layer in stats),
