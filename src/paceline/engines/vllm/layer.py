@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 from typing import Any
@@ -13,15 +13,16 @@ from torch import Tensor
 
 from paceline.engines.facts import facts_for
 from paceline.engines.vllm import scores
+from paceline.engines.vllm.device import DeviceCap
 from paceline.engines.vllm.operators import widened
-from paceline.engines.vllm.tokens import Batch, current_batch
+from paceline.engines.vllm.tokens import Batch, current_batch, padding_of_forward
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import Assignment, RoutingInputs, route
 from paceline.routing.capacity import tokens_needed
 from paceline.routing.priority import token_priorities
 from paceline.routing.route import check_binding
-from paceline.routing.stats import LoadAccumulator
+from paceline.routing.stats import LayerStats, LoadAccumulator
 
 DROPPED = -1
 """The id of a dropped slot."""
@@ -82,6 +83,7 @@ class CappedLayer:
         self._weightless = type(router).__name__.endswith("ZeroExpertRouter")
         self.units = placement or ExpertPlacement.per_expert(num_experts)
         self.loads = LoadAccumulator(name, self.units, k, "cpu")
+        self.on_device: DeviceCap | None = None  # set where the layer runs on an accelerator
         self.watchers: list[Watcher] = []
         self.policy: CapacityPolicy | None = None
         self.slots = 0
@@ -98,6 +100,8 @@ class CappedLayer:
             ValueError: naming the field, the layer and what is allowed.
         """
         check_binding(policy, self.units, self.k)
+        if self.on_device is not None:
+            self.on_device.check(policy)
         facts = facts_for(policy)
         if facts.scores and self.scoring is None:
             what = "keep" if policy.keep == "score" else "expand"
@@ -131,6 +135,9 @@ class CappedLayer:
     def follow(self, policy: CapacityPolicy | None) -> None:
         """Put a checked policy in force; None: nothing is done and nothing counted."""
         self.policy = policy
+        if self.on_device is not None:
+            self.on_device.follow(policy)
+            return
         self.loads.min_expert_load = None
         if policy is None or not policy.caps:
             return
@@ -174,6 +181,9 @@ class CappedLayer:
             ids: [tokens, k] int32.
             logits: [tokens, experts] of the router.
         """
+        if self.on_device is not None:
+            self._cap_on_device(self.on_device, weights, ids, logits)
+            return
         if self.policy is None:
             return
         batch = current_batch(ids.shape[0])
@@ -188,6 +198,47 @@ class CappedLayer:
             weights.copy_(torch.where(kept, assignment.topk_weights, weights))
         ids.masked_fill_(lost, DROPPED)
         weights.masked_fill_(lost, 0)
+
+    def _cap_on_device(self, cap: DeviceCap, weights: Tensor, ids: Tensor, logits: Tensor) -> None:
+        """The same in a captured graph, where no Python decides."""
+        scored = None
+        if self.scoring is not None:
+            chosen = self._router.logical_ids if self._chosen_alone else ids
+            table = scores.RULES[self.scoring](logits)
+            scored = table.gather(1, chosen.long().clamp(0, table.shape[1] - 1))
+        padding = padding_of_forward()
+        assigned = self._assigned(ids, weights)
+        if assigned is ids:
+            cap(weights, ids, scored, None if padding is None else ~padding)
+            return
+        marked = assigned.clone()
+        cap(weights, marked, scored, None if padding is None else ~padding)
+        ids.copy_(torch.where(assigned < 0, ids, marked))
+
+    def stats(self) -> LayerStats:
+        """What was counted so far; on an accelerator without peaks and gate mass."""
+        counted = self.loads.result()
+        if self.on_device is None:
+            return counted
+        before, after = self.on_device.loads.tolist()
+        forwards, capped, tokens = self.on_device.counts.tolist()
+        return replace(
+            counted,
+            forwards=forwards,
+            capped_forwards=capped,
+            tokens=tokens,
+            assignments=sum(before),
+            dropped=sum(before) - sum(after),
+            expert_loads_before=before,
+            expert_loads_after=after,
+        )
+
+    def reset_stats(self) -> None:
+        """Forget what was counted: a warm-up is nobody's tokens."""
+        self.loads.reset()
+        if self.on_device is not None:
+            self.on_device.loads.zero_()
+            self.on_device.counts.zero_()
 
     def expand(
         self, weights: Tensor, ids: Tensor, logits: Tensor, slots: int

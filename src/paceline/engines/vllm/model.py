@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.platforms import current_platform
 
 from paceline.engines.settings import read_placement
 from paceline.engines.vllm.checks import check_settings, moe_layers
+from paceline.engines.vllm.device import DeviceCap
 from paceline.engines.vllm.environment import DEVICES, Wanted
 from paceline.engines.vllm.layer import CappedLayer, Ranks, Watcher
 from paceline.placement import ExpertPlacement
@@ -131,7 +134,12 @@ class CappedModel:
 
     def stats(self) -> list[LayerStats]:
         """Loads and drops of every layer since the server started."""
-        return [layer.loads.result() for layer in self.layers]
+        return [layer.stats() for layer in self.layers]
+
+    def reset_stats(self) -> None:
+        """Forget what was counted."""
+        for layer in self.layers:
+            layer.reset_stats()
 
     def policy_text(self) -> str:
         """The policy in force, one a layer where they differ, or "off"."""
@@ -200,7 +208,21 @@ class CappedModel:
             prompt_lengths=self._prompt_lengths,
         )
         layer.slots = runner.router.paceline_slots
+        if not current_platform.is_cpu():
+            layer.on_device = self._device_cap(layer, index)
         return layer
+
+    def _device_cap(self, layer: CappedLayer, index: int) -> DeviceCap:
+        policies = self._wanted.policies
+        policy = policies[index] if len(policies) > 1 else policies[0]
+        return DeviceCap(
+            policy,
+            layer.units,
+            layer.k,
+            self._config.scheduler_config.max_num_batched_tokens,
+            self._runner.device,
+            Fraction(1, layer.ranks.data_ranks),
+        )
 
     def _prompt_lengths(self, requests: int) -> Tensor:
         batch = getattr(self._runner, "input_batch", None)
@@ -215,7 +237,7 @@ class CappedModel:
         """Route made-up tokens, so that no request waits for the router to be compiled."""
         for layer in {layer.policy: layer for layer in self.layers}.values():
             policy = layer.policy
-            if policy is None or not policy.caps:
+            if policy is None or not policy.caps or layer.on_device is not None:
                 continue
             rows = 64
             scores = torch.rand(rows, layer.num_experts)

@@ -97,6 +97,12 @@ def current_batch(rows: int) -> Batch:
     return known  # type: ignore[no-any-return]
 
 
+def padding_of_forward() -> Tensor | None:
+    """[rows] bool, True for padding, in memory that a captured graph finds again; None: none is."""
+    padding: Tensor | None = get_forward_context().is_padding
+    return padding
+
+
 def _read(context: Any, rows: int) -> Batch:
     metadata = context.attn_metadata
     padding = context.is_padding

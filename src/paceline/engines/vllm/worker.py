@@ -9,9 +9,9 @@ from typing import Any
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import WorkerBase
 
+from paceline.engines.vllm import model
 from paceline.engines.vllm.environment import wanted
 from paceline.engines.vllm.metrics import publisher_for
-from paceline.engines.vllm import model
 
 logger = logging.getLogger("vllm.paceline")
 
@@ -30,7 +30,17 @@ def install() -> None:
             )
             self.paceline_publisher = publisher_for(self.paceline)
 
+    warm_up = Worker.compile_or_warm_up_model
+
+    @wraps(warm_up)
+    def compile_or_warm_up_model(self: Any) -> Any:
+        took = warm_up(self)
+        if getattr(self, "paceline", None) is not None:
+            self.paceline.reset_stats()  # an accelerator counts made-up batches too
+        return took
+
     Worker.load_model = load_model
+    Worker.compile_or_warm_up_model = compile_or_warm_up_model
     WorkerBase.paceline_describe = paceline_describe
     WorkerBase.paceline_check = paceline_check
     WorkerBase.paceline_set = paceline_set
