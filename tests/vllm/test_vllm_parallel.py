@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from engines import LENGTHS, answers, asked, prompts, start
 from tiny_models import make
+from vllm.envs import disable_envs_cache
 
 K = 2
 
@@ -38,6 +39,7 @@ def test_two_ranks_decide_and_say_what_one_process_does(
     with asked(policy="capacity_factor=1000", devices="2"):
         one = start(folder, **extension)
         alone = [_said(one, policy) for policy in policies]
+    disable_envs_cache()  # vLLM's own, of this process
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     with asked(policy="capacity_factor=1000"):
         two = start(folder, tensor_parallel_size=2, enable_expert_parallel=True, **extension)

@@ -190,12 +190,26 @@ def test_serve_passes_flags_on(tmp_path: Path) -> None:
     ):
         assert "--no-enable-prefix-caching" not in serve.vllm_flags("m", extra, environ)
     demo = serve.vllm_flags("demo", ["--max_model_len=64"], {"PACELINE_POLICY": "mode=observe"})
-    assert Path(demo[1]).joinpath("config.json").is_file()
     assert "--max-model-len" not in demo
     assert demo[demo.index("--dtype") + 1] == "float32"
     assert serve.settings(None, None, None, False) == {"PACELINE_POLICY": "mode=observe"}
     with pytest.raises(ValueError, match="capacity_factor"):
         serve.settings("capacity_factor=0", None, None, False)
+
+
+def test_the_demo_model_has_an_output_layer_for_vllm(tmp_path: Path) -> None:
+    """Read back by Transformers it is the embedded model, bit for bit."""
+    from transformers import AutoModelForCausalLM
+
+    from paceline.demo.assets import load_model
+
+    tied, tokenizer = load_model()
+    untied = AutoModelForCausalLM.from_pretrained(
+        serve.untied_demo(tmp_path), dtype=torch.float32, local_files_only=True
+    )
+    ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
+    with torch.no_grad():
+        assert torch.equal(tied(ids).logits, untied.eval()(ids).logits)
 
 
 def test_what_comes_back_is_json() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import shutil
 import sys
@@ -62,6 +63,8 @@ def serve(
         raise ValueError(f"{model} stands before the model: say paceline serve MODEL {model} ...")
     environ = settings(policy, devices, plan, accept_shared_budget)
     flags = vllm_flags(model, context.args, environ)
+    if _is_demo(model):
+        flags[1] = untied_demo(_own_folder("paceline-demo-"))
     for line in notes(flags, context.args):
         typer.echo(f"paceline: {line}", err=True)
     os.environ.update(environ)
@@ -121,10 +124,7 @@ def vllm_flags(model: str, extra: Sequence[str], environ: Mapping[str, str]) -> 
 
     asked = wanted({**os.environ, **environ})
     flags = ["serve", model, *extra]
-    if model == DEMO and not Path(DEMO).exists():
-        from paceline.demo.assets import MODEL_FOLDER
-
-        flags[1] = str(MODEL_FOLDER)
+    if _is_demo(model):
         for name, value in (
             ("--max-model-len", "512"), ("--served-model-name", DEMO), ("--dtype", "float32"),
         ):  # fmt: skip
@@ -137,6 +137,31 @@ def vllm_flags(model: str, extra: Sequence[str], environ: Mapping[str, str]) -> 
     if shared and asked is not None and not asked.accept_shared_budget and not caching:
         flags.append("--no-enable-prefix-caching")
     return [*flags, "--middleware", CONTROL]
+
+
+def _is_demo(model: str) -> bool:
+    return model == DEMO and not Path(DEMO).exists()
+
+
+def untied_demo(folder: Path) -> str:
+    """The embedded model as vLLM reads it, written to a folder; its path.
+
+    vLLM's OLMoE doesn't know that the output layer may share the embedding's weights, as it does in
+    the embedded model: it would be all zeros.
+    """
+    from safetensors.torch import load_file, save_file
+
+    from paceline.demo.assets import MODEL_FOLDER
+
+    weights = load_file(MODEL_FOLDER / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((MODEL_FOLDER / "config.json").read_text(encoding="utf-8"))
+    config["tie_word_embeddings"] = False
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL_FOLDER / name, folder)
+    return str(folder)
 
 
 def notes(flags: Sequence[str], extra: Sequence[str]) -> list[str]:
@@ -159,17 +184,20 @@ def _multiprocess_metrics() -> None:
     """A fresh folder for the counts of all processes, gone with the server."""
     from paceline.engines.vllm.environment import MULTIPROCESS
 
-    if MULTIPROCESS in os.environ:
-        return
-    folder = tempfile.mkdtemp(prefix="paceline-metrics-")  # readable by its owner alone
-    os.environ[MULTIPROCESS] = folder
-    owner = os.getpid()
+    if MULTIPROCESS not in os.environ:
+        os.environ[MULTIPROCESS] = str(_own_folder("paceline-metrics-"))
+
+
+def _own_folder(prefix: str) -> Path:
+    """A fresh folder, readable by its owner alone, gone with this process."""
+    folder, owner = tempfile.mkdtemp(prefix=prefix), os.getpid()
 
     def remove() -> None:
         if os.getpid() == owner:
             shutil.rmtree(folder, ignore_errors=True)
 
     atexit.register(remove)
+    return Path(folder)
 
 
 def _name_the_distribution() -> None:
