@@ -174,13 +174,10 @@ def big_model(folder: Path) -> str:
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        common = torch.randn(512) * 0.02
         for name, parameter in model.named_parameters():
             if name.endswith("embed_tokens.weight"):
-                parameter += common * 2  # what all tokens share, so that some experts are liked
-            if name.endswith("gate.weight"):
-                liked = torch.linspace(1.5, -1.5, 32)[:, None]
-                parameter += liked * common
+                # what all tokens share, so that some experts are liked more
+                parameter += torch.randn(512) * 0.02 * 0.12
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((MODEL_FOLDER / name).read_bytes())

@@ -242,7 +242,7 @@ def test_layers_out_of_reach(olmoe: Capped, monkeypatch: pytest.MonkeyPatch) -> 
         (type(runner), "is_monolithic", property(lambda self: True), "routes by itself"),
         (type(runner), "do_naive_dispatch_combine", property(lambda self: True), "naive"),
         (runner, "router", object(), "none of vLLM's"),
-        (experts, "_use_zentorch", True, "would compute a dropped slot"),
+        (experts, "_use_zentorch", True, "knows no dropped slots"),
         (runner.expert_map_manager, "num_fused_shared_experts", 1, "fused"),
     ):
         with monkeypatch.context() as patch:

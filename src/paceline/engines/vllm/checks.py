@@ -16,7 +16,7 @@ from paceline.engines.vllm.environment import ACCEPT_SHARED_BUDGET
 from paceline.engines.vllm.seam import is_capped
 from paceline.policy import CapacityPolicy
 
-SKIPS_NEGATIVE_IDS = ("TritonExperts",)
+SKIPS_NEGATIVE_IDS = ("TritonExperts", "MarlinExperts")
 """Experts off the CPU of which was read that they skip id -1 where they get an expert map."""
 
 
@@ -66,9 +66,23 @@ def out_of_reach(runner: Any) -> str | None:
     experts = None if experts is None else experts.fused_experts
     if current_platform.is_cpu():
         if not isinstance(experts, CPUUnquantizedExperts) or experts._use_zentorch:
-            return f"{type(experts).__name__} would compute a dropped slot"
-    elif type(experts).__name__ not in SKIPS_NEGATIVE_IDS or runner.moe_config.ep_size == 1:
-        return f"{type(experts).__name__} isn't known to skip a dropped slot"
+            return f"{type(experts).__name__} knows no dropped slots"
+        return None
+    return _computes_dropped_slots(experts, runner.moe_config)
+
+
+def _computes_dropped_slots(experts: Any, config: Any) -> str | None:
+    """Why experts of an accelerator would compute, or misread, id -1; None where they skip it."""
+    name = type(experts).__name__
+    if name not in SKIPS_NEGATIVE_IDS:
+        return f"{name} isn't known to skip a dropped slot"
+    if config.ep_size == 1:
+        return f"{name} skips dropped slots under expert parallelism only"
+    if config.is_lora_enabled:
+        return f"{name} skips no dropped slots with LoRA"
+    one_scale = experts.quant_dtype is not None and not experts.per_act_token_quant
+    if name == "TritonExperts" and one_scale and experts.block_shape is None:
+        return f"{name} skips no dropped slots where one scale serves all activations"
     return None
 
 
