@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
 import time
 import warnings
 from collections.abc import Callable
@@ -26,7 +25,8 @@ import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from paceline import attach
-from paceline.analysis.emulate import keep_freed_memory
+from paceline.bench.machine import keep_freed_memory
+from paceline.bench.spread import spread
 from paceline.demo.assets import MODEL_FOLDER
 from paceline.reporting.environment import environment
 
@@ -60,7 +60,7 @@ def main() -> None:
         for kind, ratio in results[name].items():
             print(
                 f"{name:12} {kind:9} untouched / attached: median {ratio['median']:.3f} "
-                f"(from {ratio['minimum']:.3f} to {ratio['maximum']:.3f}, {rounds} rounds)"
+                f"(from {ratio['min']:.3f} to {ratio['max']:.3f}, {rounds} rounds)"
             )
     options.out.parent.mkdir(exist_ok=True)
     options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -121,14 +121,7 @@ def compare(model: Any, run: Any, batch: int, rounds: int) -> dict[str, dict[str
         if number >= 2:  # the first ones warm up
             for kind, seen in ratios.items():
                 seen.append(seconds["untouched"] / seconds[kind])
-    return {
-        kind: {
-            "median": statistics.median(seen),
-            "minimum": min(seen),
-            "maximum": max(seen),
-        }
-        for kind, seen in ratios.items()
-    }
+    return {kind: spread(seen) for kind, seen in ratios.items()}
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,6 +33,7 @@ import torch
 from torch import Tensor
 
 from paceline import Assignment, CapacityPolicy, ExpertPlacement, RoutingInputs, route
+from paceline.bench.spread import ratios, spread
 from paceline.reporting.environment import environment
 from paceline.routing.selection import BACKENDS, using_backend
 
@@ -192,18 +192,12 @@ def measure(
     return times
 
 
-def ratios(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+def against_floor(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     """Name -> least, median and largest ratio to the floor of the same round, and the time."""
     base = times["floor"]
     table = {}
     for name, own in times.items():
-        each = [mine / least for mine, least in zip(own, base, strict=True)]
-        table[name] = {
-            "min": min(each),
-            "median": statistics.median(each),
-            "max": max(each),
-            "microseconds": statistics.median(own) * 1e6,
-        }
+        table[name] = ratios(own, base) | {"microseconds": spread(own)["median"] * 1e6}
     return table
 
 
@@ -221,7 +215,8 @@ def one_shape(shape: tuple[int, int, int], args: argparse.Namespace) -> dict[str
         measure(entries, lambda: floor(logits, k), 1)
         once = (time.perf_counter() - begin) / 2
         rounds = args.rounds or max(7, min(300, int(args.seconds / once)))
-        table = ratios(measure(entries, lambda: floor(logits, k), rounds, CLOCKS[args.clock]))
+        times = measure(entries, lambda: floor(logits, k), rounds, CLOCKS[args.clock])
+        table = against_floor(times)
     print(f"  {'':34}{'min':>8}{'median':>8}{'max':>8}{'us':>11}   same set ({rounds} rounds)")
     for name, row in table.items():
         shown = "".join(f"{row[column]:8.2f}" for column in ("min", "median", "max"))

@@ -41,7 +41,14 @@ def __getattr__(name: str) -> Any:
     """Import on first use: torch takes seconds, which `paceline --help` need not wait for."""
     if name not in _HOME:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    try:
+        return getattr(import_module(_HOME[name]), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("transformers", "safetensors"):
+            raise
+        raise ImportError(
+            f"paceline.{name} needs {error.name}: pip install 'paceline[transformers]'."
+        ) from error
 
 
 def __dir__() -> list[str]:

@@ -12,6 +12,8 @@ def whole_number(value: Any) -> int | None:
     >>> whole_number(3), whole_number(True), whole_number("3")
     (3, None, None)
     """
+    if type(value) is int:
+        return value
     if "bool" in str(getattr(value, "dtype", type(value))):
         return None
     try:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.numbers import whole_number
 
 
 @dataclass(frozen=True)
@@ -12,11 +14,18 @@ class ExpertPlacement:
     """Expert -> device, over one id space: the experts as the kernel sees them.
 
     Make one with `contiguous`, `explicit` or `per_expert`. Hashable, so it can key a cache.
+    Whole numbers may be of any library.
 
     Attributes:
         expert_to_device: [experts] device of each expert.
         num_devices: devices, some of which may host no expert.
         sizes: [devices] experts on each device.
+
+    Raises:
+        ValueError: if anything is no whole number, or a device outside [0, num_devices).
+
+    >>> ExpertPlacement((0, 0, 1, 1, 1), num_devices=2).sizes
+    (2, 3)
     """
 
     expert_to_device: tuple[int, ...]
@@ -26,19 +35,27 @@ class ExpertPlacement:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not self.expert_to_device:
-            raise ValueError("expert_to_device=() is not allowed: it has at least 1 expert.")
-        if self.num_devices < 1:
-            raise ValueError(f"num_devices={self.num_devices} is not allowed: it is at least 1.")
-        for expert, device in enumerate(self.expert_to_device):
-            if not isinstance(device, int) or not 0 <= device < self.num_devices:
+        hosts, count = _listed(self.expert_to_device), whole_number(self.num_devices)
+        if count is None or count < 1:
+            raise ValueError(
+                f"num_devices={self.num_devices!r} is not allowed: it is a whole number >= 1."
+            )
+        devices: list[int] = []
+        for expert, host in enumerate(hosts):
+            device = whole_number(host)
+            if device is None or not 0 <= device < count:
                 raise ValueError(
-                    f"expert_to_device[{expert}]={device!r} is not allowed: with "
-                    f"num_devices={self.num_devices} a device is from 0 to {self.num_devices - 1}."
+                    f"expert_to_device[{expert}]={host!r} is not allowed: it is a device, "
+                    f"with num_devices={count} from 0 to {count - 1}."
                 )
-        experts: list[list[int]] = [[] for _ in range(self.num_devices)]
-        for expert, device in enumerate(self.expert_to_device):
+            devices.append(device)
+        if not devices:
+            raise ValueError("expert_to_device=() is not allowed: it has at least 1 expert.")
+        experts: list[list[int]] = [[] for _ in range(count)]
+        for expert, device in enumerate(devices):
             experts[device].append(expert)
+        object.__setattr__(self, "expert_to_device", tuple(devices))
+        object.__setattr__(self, "num_devices", count)
         object.__setattr__(self, "_experts", tuple(map(tuple, experts)))
         object.__setattr__(self, "_hash", hash((self.expert_to_device, self.num_devices)))
         object.__setattr__(self, "sizes", tuple(map(len, experts)))
@@ -51,18 +68,24 @@ class ExpertPlacement:
         """Experts in order over the devices; sizes differ by at most one, larger first.
 
         Raises:
-            ValueError: unless 1 <= num_devices <= num_experts.
+            ValueError: unless 1 <= num_devices <= num_experts, both whole numbers.
+
+        >>> ExpertPlacement.contiguous(num_experts=6, num_devices=4).expert_to_device
+        (0, 0, 1, 1, 2, 3)
         """
-        if num_experts < 1:
-            raise ValueError(f"num_experts={num_experts} is not allowed: it is at least 1.")
-        if not 1 <= num_devices <= num_experts:
+        experts, devices = whole_number(num_experts), whole_number(num_devices)
+        if experts is None or experts < 1:
             raise ValueError(
-                f"num_devices={num_devices} is not allowed: "
-                f"{num_experts} experts go on 1 to {num_experts} devices."
+                f"num_experts={num_experts!r} is not allowed: it is a whole number >= 1."
             )
-        size, larger = divmod(num_experts, num_devices)
-        sizes = [size + (device < larger) for device in range(num_devices)]
-        return cls(tuple(d for d, n in enumerate(sizes) for _ in range(n)), num_devices)
+        if devices is None or not 1 <= devices <= experts:
+            raise ValueError(
+                f"num_devices={num_devices!r} is not allowed: "
+                f"{experts} experts go on 1 to {experts} devices."
+            )
+        size, larger = divmod(experts, devices)
+        sizes = [size + (device < larger) for device in range(devices)]
+        return cls(tuple(d for d, n in enumerate(sizes) for _ in range(n)), devices)
 
     @classmethod
     def explicit(
@@ -74,26 +97,30 @@ class ExpertPlacement:
 
         Raises:
             ValueError: on a gap in the experts, or a device outside [0, num_devices).
+
+        >>> ExpertPlacement.explicit([0, 0, 1, 0]).sizes
+        (3, 1)
         """
-        if isinstance(expert_to_device, Mapping):
-            experts = sorted(expert_to_device)
-            if experts != list(range(len(experts))):
+        hosts: Any = expert_to_device
+        if isinstance(hosts, Mapping):
+            experts = list(hosts)
+            if {whole_number(expert) for expert in experts} != set(range(len(experts))):
                 raise ValueError(
                     f"expert_to_device has experts {experts}: allowed is every one from 0 up."
                 )
-            expert_to_device = [expert_to_device[expert] for expert in experts]
-        try:
-            devices = tuple(operator.index(device) for device in expert_to_device)
-        except TypeError:
-            raise ValueError(
-                f"expert_to_device={expert_to_device!r} is not allowed: it is one device, "
-                "a whole number, for each expert."
-            ) from None
-        return cls(devices, max(devices, default=0) + 1 if num_devices is None else num_devices)
+            hosts = [hosts[expert] for expert in sorted(experts)]
+        hosts = _listed(hosts)
+        if num_devices is None:
+            num_devices = max([0, *(whole_number(host) or 0 for host in hosts)]) + 1
+        return cls(hosts, num_devices)
 
     @classmethod
     def per_expert(cls, num_experts: int) -> ExpertPlacement:
-        """Every expert a device of its own: what is meant where no placement is given."""
+        """Every expert a device of its own: what is meant where no placement is given.
+
+        >>> ExpertPlacement.per_expert(3).num_devices
+        3
+        """
         return cls.contiguous(num_experts, num_experts)
 
     @property
@@ -106,9 +133,23 @@ class ExpertPlacement:
 
         Raises:
             ValueError: for a device outside [0, num_devices).
+
+        >>> ExpertPlacement.contiguous(num_experts=6, num_devices=4).experts_of(1)
+        (2, 3)
         """
-        if not 0 <= device < self.num_devices:
+        index = whole_number(device)
+        if index is None or not 0 <= index < self.num_devices:
             raise ValueError(
-                f"device={device} is not allowed: it is from 0 to {self.num_devices - 1}."
+                f"device={device!r} is not allowed: it is from 0 to {self.num_devices - 1}."
             )
-        return self._experts[device]
+        return self._experts[index]
+
+
+def _listed(hosts: Any) -> tuple[Any, ...]:
+    """The devices of the experts one by one, whatever sequence or array they come in."""
+    try:
+        if not isinstance(hosts, (str, bytes)):
+            return tuple(hosts)
+    except TypeError:  # it can't be iterated over
+        pass
+    raise ValueError(f"expert_to_device={hosts!r} is not allowed: it is a device for each expert.")

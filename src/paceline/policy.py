@@ -19,6 +19,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from paceline.keeps import KEEP_ALIASES, KEEPS, registered_keeps
+from paceline.text import shortened
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -71,6 +72,9 @@ class CapacityPolicy(BaseModel):
 
     Raises:
         PolicyError: naming the field, the value and what is allowed.
+
+    >>> CapacityPolicy(capacity_factor=1.25, unit="expert").caps
+    True
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
@@ -126,7 +130,7 @@ class CapacityPolicy(BaseModel):
     @field_validator("min_expert_load", mode="before")
     @classmethod
     def _load_allowed(cls, value: Any) -> float | str:
-        if value == "auto":
+        if isinstance(value, str) and value == "auto":
             return "auto"
         number = _number(value)
         if not 0 <= number < math.inf:
@@ -138,7 +142,7 @@ class CapacityPolicy(BaseModel):
     def _keep_allowed(cls, value: Any) -> Any:
         value = KEEP_ALIASES.get(value, value) if isinstance(value, str) else value
         allowed = (*KEEPS, *registered_keeps())
-        if value not in allowed:
+        if not isinstance(value, str) or value not in allowed:
             aliases = ", ".join(KEEP_ALIASES)
             raise ValueError(f"one of {', '.join(allowed)} (or an alias: {aliases})")
         return value
@@ -177,8 +181,8 @@ class CapacityPolicy(BaseModel):
                 f"keep={self.keep!r} with expand={self.expand!r}: a registered metric knows only "
                 f"the top-k, so expand needs keep to be one of {', '.join(KEEPS)}."
             )
-        assert self.factor is None or self.fill_factor <= self.factor  # derived once, here
-        assert self.json_form
+        for name in ("factor", "fill_factor", "json_form"):
+            getattr(self, name)  # derived once, here, not where a compiler looks on
         return self
 
     # -- derived ------------------------------------------------------------------------------
@@ -203,6 +207,9 @@ class CapacityPolicy(BaseModel):
         """The same policy with some fields changed, validated like a new one.
 
         What was never set stays unset: an engine may choose for a field that nobody named.
+
+        >>> CapacityPolicy(capacity_factor=1.25).replace(unit="expert").capacity_factor
+        1.25
         """
         fields = {name: getattr(self, name) for name in self.model_fields_set}
         if "gamma" in changes:
@@ -216,7 +223,11 @@ class CapacityPolicy(BaseModel):
         return self.replace(**(update or {}))
 
     def resolved_min_expert_load(self, device_type: str) -> float:
-        """Mean tokens an expert below which nothing is capped on `device_type` ("cuda", "cpu")."""
+        """Mean tokens an expert below which nothing is capped on `device_type` ("cuda", "cpu").
+
+        >>> CapacityPolicy(capacity_factor=1.25).resolved_min_expert_load("cuda")
+        64.0
+        """
         if self.min_expert_load == "auto":
             return AUTO_MIN_EXPERT_LOAD.get(device_type, AUTO_MIN_EXPERT_LOAD["cuda"])
         return self.min_expert_load
@@ -224,7 +235,11 @@ class CapacityPolicy(BaseModel):
     # -- text forms ---------------------------------------------------------------------------
 
     def changed_fields(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, in order; lists instead of tuples."""
+        """The fields that differ from their defaults, in order; lists instead of tuples.
+
+        >>> CapacityPolicy(capacity_factor=1.25, keep="score").changed_fields()
+        {'capacity_factor': 1.25}
+        """
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name in type(self).model_fields
@@ -247,7 +262,11 @@ class CapacityPolicy(BaseModel):
 
         Raises:
             PolicyError: on an unknown field, a missing "=" or a bad value.
+
+        >>> CapacityPolicy.parse("capacity_factor=1.25,drop_first=image+video").drop_first
+        ('image', 'video')
         """
+        _require_text(text)
         fields: dict[str, Any] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
             name, equals, value = (piece.strip() for piece in part.partition("="))
@@ -262,7 +281,11 @@ class CapacityPolicy(BaseModel):
         return cls(**fields)
 
     def to_json(self) -> str:
-        """All fields as a JSON object; `from_json` reads it back."""
+        """All fields as a JSON object; `from_json` reads it back.
+
+        >>> CapacityPolicy(capacity_factor=1.25).to_json()[:40]
+        '{"capacity_factor":1.25,"unit":"device",'
+        """
         return self.json_form
 
     @cached_property
@@ -272,7 +295,12 @@ class CapacityPolicy(BaseModel):
 
     @classmethod
     def from_json(cls, text: str) -> CapacityPolicy:
-        """Read `to_json`'s form. Raises PolicyError on bad JSON or a bad field."""
+        """Read `to_json`'s form. Raises PolicyError on bad JSON or a bad field.
+
+        >>> CapacityPolicy.from_json('{"capacity_factor": 1.25}').capacity_factor
+        1.25
+        """
+        _require_text(text)
         try:
             fields = json.loads(text)
         except json.JSONDecodeError as error:
@@ -280,7 +308,11 @@ class CapacityPolicy(BaseModel):
         return cls._from_mapping(fields)
 
     def to_toml(self) -> str:
-        """The fields that differ from their defaults as a TOML table; `from_toml` reads it back."""
+        """The fields that differ from their defaults as a TOML table; `from_toml` reads it back.
+
+        >>> CapacityPolicy(capacity_factor=1.25).to_toml()
+        'capacity_factor = 1.25\\n'
+        """
         return tomli_w.dumps(self.changed_fields())
 
     @classmethod
@@ -288,7 +320,11 @@ class CapacityPolicy(BaseModel):
         """Read `to_toml`'s form. Raises PolicyError on bad TOML or a bad field.
 
         A float keeps the decimal that the file spells.
+
+        >>> CapacityPolicy.from_toml("capacity_factor = 1.25").capacity_factor
+        1.25
         """
+        _require_text(text)
         try:
             fields = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
@@ -302,6 +338,11 @@ class CapacityPolicy(BaseModel):
         return cls(**fields)
 
 
+def _require_text(text: Any) -> None:
+    if not isinstance(text, str):
+        raise PolicyError(f"policy is a {type(text).__name__}: allowed is a text.")
+
+
 def _number(value: Any) -> float:
     """The decimal the user wrote as a float: numpy's float32(1.1) is 1.1, and so is "1.1".
 
@@ -311,7 +352,7 @@ def _number(value: Any) -> float:
         return math.nan
     try:
         return float(value) if isinstance(value, Fraction) else float(str(value).strip())
-    except ValueError:
+    except (ValueError, OverflowError):
         return math.nan
 
 
@@ -326,9 +367,6 @@ def _one_sentence(error: ValidationError) -> str:
         known = ", ".join(CapacityPolicy.model_fields)
         return f"{field} is not a field of CapacityPolicy: allowed are {known} and gamma."
     allowed = str(cause) if cause is not None else first["msg"].removeprefix("Input should be ")
-    return f"{field}={_shown(first['input'])} is not allowed: {field} is {allowed}."
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    # an array's repr is of several lines
+    shown = shortened(" ".join(repr(first["input"]).split()))
+    return f"{field}={shown} is not allowed: {field} is {allowed}."

@@ -6,13 +6,17 @@ from typing import Any
 
 from paceline.analysis.verdict import verdict
 
+CAP = {"policy": "capacity_factor=1.25", "mode": "enforce"}
+
 
 def _result(peak: float, after: float, **more: Any) -> dict[str, Any]:
     return {
         "devices": 8,
         "policy": None,
         "mode": "observe",
-        "layers": [{"experts_per_device": [4, 4]}],
+        "degenerate": [],
+        "min_expert_load": 8.0,
+        "tokens_an_expert": 3.25,
         "overall": {
             "device_peak_to_mean_before": peak,
             "device_peak_to_mean_after": after,
@@ -26,7 +30,7 @@ def _result(peak: float, after: float, **more: Any) -> dict[str, Any]:
 def test_wait_and_ceiling() -> None:
     (line,) = verdict(_result(1.6, 1.6))
     assert "waits 38% " in line
-    assert "at most 1.60× as fast" in line
+    assert "at most 1.60\u00d7 as fast" in line
 
 
 def test_nearly_balanced_says_so() -> None:
@@ -34,18 +38,25 @@ def test_nearly_balanced_says_so() -> None:
 
 
 def test_policy_enforced_in_shadow_and_idle() -> None:
-    policy = {"policy": "capacity_factor=1.25", "mode": "enforce"}
-    line = verdict(_result(1.5, 1.25, **policy))[1]
-    assert "drops 3.1% of the assignments and allows the expert part to run 1.20×" in line
-    line = verdict(_result(1.5, 1.25, **policy | {"mode": "shadow"}))[1]
-    assert "would drop 3.1% of the assignments and would" not in line
-    assert "would drop 3.1%" in line
-    assert "gains nothing in time" in verdict(_result(1.2, 1.2, **policy))[1]
-    idle = _result(1.5, 1.5, **policy)
+    line = verdict(_result(1.5, 1.25, **CAP))[1]
+    assert "drops 3.1% of the assignments and allows the expert part to run 1.20\u00d7" in line
+    line = verdict(_result(1.5, 1.25, **CAP | {"mode": "shadow"}))[1]
+    assert "would drop 3.1% of the assignments and allow the expert part" in line
+    assert "gains nothing in time" in verdict(_result(1.2, 1.2, **CAP))[1]
+    assert "only observes" in verdict(_result(1.2, 1.2, **CAP | {"mode": "observe"}))[1]
+
+
+def test_a_cap_that_never_applied_says_from_where_it_would() -> None:
+    idle = _result(1.5, 1.5, **CAP)
     idle["overall"]["capped_forwards"] = 0
-    assert "capped nothing" in verdict(idle)[1]
+    line = verdict(idle)[1]
+    assert "from a mean of 8 tokens an expert on (min_expert_load)" in line
+    assert "a batch here gives 3.25" in line
+    assert "no capacity_factor" in verdict(idle | {"min_expert_load": None})[1]
 
 
-def test_unequal_devices_are_named() -> None:
-    result = _result(1.5, 1.5, layers=[{"experts_per_device": [3, 2]}])
-    assert "different numbers of experts" in verdict(result)[-1]
+def test_routing_that_says_nothing_comes_first_and_nothing_is_promised() -> None:
+    lines = verdict(_result(6.43, 1.25, degenerate=["one reason", "another"], **CAP))
+    assert lines[0] == "These loads say nothing of real traffic: one reason; another."
+    assert "drops 3.1% of the assignments here" in lines[2]
+    assert not any("as fast" in line or "waits" in line for line in lines)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from itertools import permutations
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from paceline import CapacityPolicy, ExpertPlacement, attach
 from paceline.bench.layer import Measured, emulate_layer, summary
-from paceline.bench.model import Served, random_model_named
+from paceline.bench.model import Served
 from paceline.bench.model import summary as model_summary
+from paceline.bench.random_model import random_model_named
 from paceline.bench.spread import ratios, shuffled, spread
 from paceline.bench.workload import (
     SHAPES,
@@ -23,7 +24,6 @@ from paceline.bench.workload import (
     build_experts,
     parse_policies,
     skewed_workload,
-    trace_workload,
 )
 
 TINY = SHAPES["tiny"]
@@ -43,8 +43,13 @@ def unpinned() -> Iterator[None]:
 def test_spread_and_ratios() -> None:
     assert spread([3.0, 1.0, 2.0]) == {"min": 1.0, "median": 2.0, "max": 3.0}
     assert ratios([2.0, 4.0], [1.0, 1.0]) == {"min": 2.0, "median": 3.0, "max": 4.0}
-    with pytest.raises(ValueError, match="no value"):
+    with pytest.raises(ValueError, match="at least one"):
         spread([])
+    with pytest.raises(ValueError, match="the same"):
+        ratios([1.0], [1.0, 2.0])
+    for bad in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="positive"):
+            ratios([1.0], [bad])
     orders = {tuple(shuffled("abc", turn)) for turn in range(40)}
     assert orders == set(permutations("abc"))
     assert shuffled("abc", 3) == shuffled("abc", 3)
@@ -84,12 +89,12 @@ def test_policies_get_what_a_benchmark_means() -> None:
 
 
 def test_bound_counts_what_does_not_depend_on_load() -> None:
-    before = Measured(total=[10.0], loads=[80, 20])
-    after = Measured(total=[8.0], loads=[50, 20], bytes_sent=7)
+    before = Measured(total=[10.0], rows=[80, 20])
+    after = Measured(total=[8.0], rows=[50, 20], bytes_sent=7)
     for result, seconds in ((before, 6.0), (after, 4.0)):
         for stage in result.stages:
             result.stages[stage] = [seconds if stage == "experts" else 1.0]
-    first, second = summary({"none": before, "half": after}, {})
+    first, second = summary({"none": before, "half": after})
     assert first["bound"] == 1
     assert second["bound"] == pytest.approx(10 / (4 + 6 * 50 / 80))
     assert second["load_bound"] == pytest.approx(1.6)
@@ -122,35 +127,18 @@ def test_emulated_loads_are_those_of_the_policy() -> None:
     experts = build_experts(TINY, TINY.experts)
     results = emulate_layer(loads, experts, placement, policies, rounds=2)
     whole = 4 * 64 * TINY.k
-    assert sum(results["none"].loads) == whole
+    assert sum(results["none"].rows) == whole
     capped = results["capacity_factor=1.0"]
-    assert max(capped.loads) == 4 * (64 * TINY.k // 4)
-    assert capped.dropped == pytest.approx(1 - sum(capped.loads) / whole)
+    assert max(capped.rows) == 4 * (64 * TINY.k // 4)
+    assert capped.dropped == pytest.approx(1 - sum(capped.rows) / whole)
     assert 0 < capped.gate_mass < 1
     expanded = results["capacity_factor=1.5,expand=own_device"]
-    assert max(expanded.loads) <= 4 * -(-64 * TINY.k * 3 // 8)
+    assert max(expanded.rows) <= 4 * -(-64 * TINY.k * 3 // 8)
     for result in results.values():
         assert len(result.total) == 2
         for turn in range(2):
             spent = sum(times[turn] for times in result.stages.values())
             assert spent == pytest.approx(result.total[turn])
-
-
-def test_trace_gives_the_recorded_choice(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    ids = np.stack([rng.permutation(8)[:2] for _ in range(30)]).reshape(3, 10, 2).astype(np.uint8)
-    path = tmp_path / "trace.npz"
-    np.savez(path, topk_ids=ids, topk_weights=rng.random((3, 10, 2)).astype(np.float16))
-    load = trace_workload(path, TINY, layer=1, tokens=12, offset=3)
-    got = load.gate(load.hidden).topk_ids.numpy()
-    assert (got == ids[1][(np.arange(12) + 3) % 10]).all()
-    with pytest.raises(ValueError, match="k=2 and expert"):
-        trace_workload(path, SHAPES["olmoe"], 1, 12)
-    with pytest.raises(ValueError, match="layer < layers"):
-        trace_workload(path, TINY, 3, 12)
-    np.savez(path, other=ids)
-    with pytest.raises(ValueError, match="holds no topk_ids"):
-        trace_workload(path, TINY, 1, 12)
 
 
 def test_verbs_write_results_and_a_plot(tmp_path: Path) -> None:

@@ -225,11 +225,11 @@ def test_findings_follow_the_figures(demo: tuple[dict[str, Any], Any, Any]) -> N
     row = next(r for r in results["policies"] if r["key"] == "device-1.25-score")
     part = row["one_domain"]
     part["perplexity_change"] |= {"mean": 0.01, "standard_error": 0.001}
-    part["emulated"]["speedup"] = {"median": 1.3, "minimum": 1.2, "maximum": 1.4}
+    part["emulated"]["speedup"] = {"median": 1.3, "min": 1.2, "max": 1.4}
     told = findings(results)
     assert "1.30\u00d7 as fast (emulated) for +1.00% perplexity" in told["headline"]
     assert any("costs +1.00% perplexity" in line for line in told["lines"])
-    part["emulated"]["speedup"] = {"median": 1.0, "minimum": 0.9, "maximum": 1.1}
+    part["emulated"]["speedup"] = {"median": 1.0, "min": 0.9, "max": 1.1}
     part["perplexity_change"]["standard_error"] = 0.02
     told = findings(results)
     assert "saves the slowest device no expert time" in told["headline"]
@@ -237,7 +237,7 @@ def test_findings_follow_the_figures(demo: tuple[dict[str, Any], Any, Any]) -> N
     expanded = next(r for r in results["policies"] if r["key"] == "expanded-1.25")["one_domain"]
     expanded["against_counterpart"] = {
         "perplexity_change": {"mean": 0.0001, "standard_error": 0.01},
-        "speedup": {"median": 0.8, "minimum": 0.7, "maximum": 0.9},
+        "speedup": {"median": 0.8, "min": 0.7, "max": 0.9},
     }
     line = findings(results)["lines"][-1]
     assert "does nothing for quality that this much text can show" in line

@@ -38,21 +38,41 @@ def test_plain_figures() -> None:
     assert times(1.684) == "1.68\u00d7"
 
 
-def test_relative_loads_respect_device_sizes() -> None:
-    assert relative([6, 6], [2, 1]) == [0.75, 1.5]
+def test_relative_loads_are_compared_with_the_mean() -> None:
+    assert relative([6, 2]) == [1.5, 0.5]
     assert relative([0, 0]) == [0.0, 0.0]
 
 
 def test_load_map_has_a_button_for_each_panel_and_lines_between_devices() -> None:
     rows = [[1.0, 2.0, 0.5], [0.2, 1.1, 1.7]]
-    figure = load_map({"a": rows, "b": rows}, [2, 1], ["layer 0", "layer 1"])
+    devices = [[0, 0, 1], [0, 0, 1]]
+    figure = load_map({"a": rows, "b": rows}, devices, ["layer 0", "layer 1"])
     assert figure["data"][0]["z"] == rows
     assert [button["label"] for button in figure["layout"]["updatemenus"][0]["buttons"]] == [
         "a",
         "b",
     ]
     assert [line["x0"] for line in figure["layout"]["shapes"]] == [1.5]
-    assert "updatemenus" not in load_map({"a": rows}, [2, 1], ["0", "1"])["layout"]
+    assert "updatemenus" not in load_map({"a": rows}, devices, ["0", "1"])["layout"]
+
+
+def test_load_map_gathers_the_experts_of_a_device() -> None:
+    rows = [[1.0, 2.0, 0.5, 0.1], [0.2, 1.1, 1.7, 0.3]]
+    alike = load_map({"a": rows}, [[3, 0, 3, 1]] * 2, ["0", "1"])  # device 2 hosts nothing
+    assert alike["data"][0]["z"] == [[2.0, 0.1, 1.0, 0.5], [1.1, 0.3, 0.2, 1.7]]
+    assert alike["data"][0]["customdata"][0] == [[1, 0], [3, 1], [0, 3], [2, 3]]
+    assert [line["x0"] for line in alike["layout"]["shapes"]] == [0.5, 1.5]
+    assert alike["layout"]["xaxis"]["ticktext"] == ["0", "1", "3"]
+    assert alike["layout"]["xaxis"]["tickvals"] == [0, 1, 2.5]
+
+    own = load_map({"a": rows}, [[0, 0, 0, 1], [1, 0, 1, 1]], ["0", "1"])
+    assert own["data"][0]["z"] == [[1.0, 2.0, 0.5, 0.1], [1.1, 0.2, 1.7, 0.3]]
+    lines = own["layout"]["shapes"]
+    assert [(line["x0"], line["y0"], line["y1"]) for line in lines] == [
+        (2.5, -0.5, 0.5),
+        (0.5, 0.5, 1.5),
+    ]
+    assert "differ by layer" in own["layout"]["xaxis"]["title"]["text"]
 
 
 def test_colours_put_the_mean_where_it_belongs() -> None:
@@ -105,6 +125,7 @@ def test_pages_escape_what_users_name() -> None:
     result = {
         "model": evil,
         "devices": 2,
+        "placement": evil,
         "policy": None,
         "verdict": [evil],
         "tokens_by_text": {evil: 3},

@@ -10,55 +10,56 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from paceline.balance import straggler_loss as straggler_loss
+from paceline.text import shortened
 
 
 @dataclass(frozen=True)
 class Busiest:
-    """The most loaded unit relative to its mean."""
+    """The most loaded unit.
+
+    Attributes:
+        index: of the unit.
+        load: its assignments.
+        peak_to_mean: its load / mean load of all units.
+    """
 
     index: int
     load: float
     peak_to_mean: float
 
 
-def unit_means(total: float, sizes: Sequence[int]) -> list[float]:
-    """Mean load of each unit: ``total * n_u / E`` for a unit hosting ``n_u`` of the E experts.
+def busiest(loads: Sequence[float]) -> Busiest:
+    """The unit with the highest load (the smaller index on a tie).
 
-    Raises:
-        ValueError: if no unit hosts an expert.
-    """
-    experts = sum(sizes)
-    if experts <= 0:
-        raise ValueError(f"sizes must hold at least one expert, got {list(sizes)}")
-    return [total * size / experts for size in sizes]
-
-
-def busiest(loads: Sequence[float], sizes: Sequence[int] | None = None) -> Busiest:
-    """The unit with the highest load relative to its mean (the smaller index on a tie).
+    A layer ends when the device with the most rows does, however many experts it hosts, so units
+    are compared with the mean over all of them, those without experts included.
 
     Args:
         loads: load of each unit, [units].
-        sizes: experts hosted by each unit, [units]; None: all the same.
 
     Raises:
-        ValueError: if loads is empty, negative or of another length than sizes.
+        ValueError: if there is no unit, or a load is negative or no number.
+
+    >>> busiest([2, 6, 0, 0])
+    Busiest(index=1, load=6, peak_to_mean=3.0)
     """
-    sizes = [1] * len(loads) if sizes is None else sizes
-    if not loads or len(loads) != len(sizes):
-        raise ValueError(f"loads must have one entry per unit, got {len(loads)} for {len(sizes)}")
-    if min(loads) < 0:
-        raise ValueError(f"loads must not be negative, got {min(loads)}")
-    means = unit_means(sum(loads), sizes)
-    ratios = [load / mean if mean > 0 else 0.0 for load, mean in zip(loads, means, strict=True)]
-    index = max(range(len(ratios)), key=lambda unit: ratios[unit])
+    if not loads:
+        raise ValueError("loads is empty: allowed is one load for each of at least one unit.")
+    if any(not 0 <= load < math.inf for load in loads):
+        raise ValueError(f"loads={shortened(loads)} is not allowed: a load is a number >= 0.")
+    index = max(range(len(loads)), key=lambda unit: loads[unit])
+    total = math.fsum(loads)
     # Without any load every unit is trivially at its mean.
-    return Busiest(index, loads[index], ratios[index] if sum(loads) > 0 else 1.0)
+    return Busiest(index, loads[index], loads[index] * len(loads) / total if total else 1.0)
 
 
-def peak_to_mean(loads: Sequence[float], sizes: Sequence[int] | None = None) -> float:
-    """Largest load / mean over the units; 1.0 is perfect balance. See `busiest`."""
-    return busiest(loads, sizes).peak_to_mean
+def peak_to_mean(loads: Sequence[float]) -> float:
+    """Largest load / mean over the units; 1.0 is perfect balance. See `busiest`.
+
+    >>> peak_to_mean([100, 700])
+    1.75
+    """
+    return busiest(loads).peak_to_mean
 
 
 def combine_peaks(peaks: Sequence[float], assignments: Sequence[float]) -> float:
@@ -66,37 +67,36 @@ def combine_peaks(peaks: Sequence[float], assignments: Sequence[float]) -> float
 
     Sum of the busiest unit's loads / sum of the mean loads: a mean weighted by assignments.
 
+    Args:
+        peaks: peak-to-mean of each, [layers].
+        assignments: of each, [layers].
+
     Raises:
         ValueError: if the lengths differ or there is nothing to combine.
+
+    >>> combine_peaks([2.0, 1.0], [20, 60])
+    1.25
     """
     if not peaks or len(peaks) != len(assignments):
-        raise ValueError(f"need one weight per peak, got {len(peaks)} and {len(assignments)}")
+        raise ValueError(
+            f"peaks has {len(peaks)} entries, assignments {len(assignments)}: allowed is the same "
+            "number, at least 1."
+        )
     total = math.fsum(assignments)
     if total <= 0:
         return 1.0
     return math.fsum(p * a for p, a in zip(peaks, assignments, strict=True)) / total
 
 
-def device_loads(
-    expert_loads: Sequence[float], expert_to_device: Sequence[int], num_devices: int
-) -> list[float]:
-    """Loads of the devices from those of their experts, [experts] -> [devices].
+def add_loads(tables: Iterable[Sequence[float]]) -> list[float]:
+    """Element-wise sum of load tables of one length, e.g. over batches.
 
     Raises:
-        ValueError: if the two sequences differ in length.
+        ValueError: if the lengths differ.
+
+    >>> add_loads([[1, 2], [3, 4]])
+    [4.0, 6.0]
     """
-    if len(expert_loads) != len(expert_to_device):
-        raise ValueError(
-            f"expert_loads must have {len(expert_to_device)} entries, got {len(expert_loads)}"
-        )
-    loads = [0.0] * num_devices
-    for load, device in zip(expert_loads, expert_to_device, strict=True):
-        loads[device] += load
-    return loads
-
-
-def add_loads(tables: Iterable[Sequence[float]]) -> list[float]:
-    """Element-wise sum of load tables of one length, e.g. over batches."""
     return [math.fsum(column) for column in zip(*tables, strict=True)]
 
 
@@ -105,9 +105,14 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
     Raises:
         ValueError: if values is empty or percent is outside [0, 100].
+
+    >>> percentile([4, 1, 3, 2], 50)
+    2.5
     """
-    if not values or not 0 <= percent <= 100:
-        raise ValueError(f"need values and a percent in [0, 100], got {len(values)}, {percent}")
+    if not values:
+        raise ValueError("values is empty: allowed is at least one.")
+    if not 0 <= percent <= 100:
+        raise ValueError(f"percent={percent} is not allowed: it is from 0 to 100.")
     ordered = sorted(values)
     place = (len(ordered) - 1) * percent / 100
     below = math.floor(place)

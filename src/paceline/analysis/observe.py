@@ -7,13 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.analysis.loads import busiest, combine_peaks, straggler_loss
+from paceline.analysis.degenerate import LayerEvidence, reasons
+from paceline.analysis.loads import busiest, combine_peaks
+from paceline.balance import straggler_loss
+from paceline.engines.facts import Facts
+from paceline.engines.settings import PlacementsLike, PoliciesLike
 from paceline.evaluation.batches import Batch, Sequences, cut, mixed, separate, tokens_by_source
 from paceline.placement import ExpertPlacement
+from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
+from paceline.reporting.wording import placed
+from paceline.routing import Assignment, RoutingInputs
 
 Progress = Callable[[int, int, str], None]
-SCHEMA = "paceline-loads/1"
+SCHEMA = "paceline-loads/2"
 _CHARACTERS = 64  # more than a token has on average, in any text
 
 
@@ -64,8 +71,10 @@ def observe_loads(
     tokenizer: Any,
     texts: Mapping[str, str],
     *,
-    devices: int,
-    policy: CapacityPolicy | None = None,
+    devices: int = 8,
+    placement: PlacementsLike = None,
+    policy: PoliciesLike = None,
+    plan: Plan | None = None,
     sampling: Sampling | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -75,8 +84,10 @@ def observe_loads(
         model: a Mixture-of-Experts model in evaluation mode; it is restored afterwards.
         tokenizer: its tokenizer.
         texts: name -> text.
-        devices: devices that share the experts, contiguously.
-        policy: None only observes.
+        devices: devices that share the experts in order, where no placement is given.
+        placement: expert -> device, one for all layers or one a layer, as `attach` takes it.
+        policy: one for all layers or one a layer; None only observes.
+        plan: policies and placements from a file, where `policy` or `placement` is None.
         sampling: which tokens to run.
         progress: told after every batch.
 
@@ -86,37 +97,86 @@ def observe_loads(
     from paceline.engines.transformers import attach
 
     sampling = sampling or Sampling()
+    if placement is None and (plan is None or not plan.placements):
+        placement = devices
     batches, tokens = make_batches(tokenizer, texts, sampling)
-    with attach(model, policy, devices, token_source="sequence") as pace:
+    with attach(model, policy, placement, plan=plan, token_source="sequence") as pace:
         _check_length(model, sampling.sequence_length)
+        evidence: dict[str, LayerEvidence] = {}
+
+        def look(name: str, inputs: RoutingInputs, assignment: Assignment) -> None:
+            layer = LayerEvidence(assignment.num_experts, inputs.topk_ids.shape[1])
+            evidence.setdefault(name, layer).add(inputs)
+
+        pace.watch(look, Facts(scores=True, all_scores=True))
         for done, batch in enumerate(batches, start=1):
             _run(model, batch)
             if progress is not None:
                 progress(done, len(batches), f"{batch.ids.numel()} tokens")
-        layers = pace.stats().to_dict()["layers"]
+        policies, layers = pace.policies, pace.stats().to_dict()["layers"]
+        placements = [
+            given or ExpertPlacement.per_expert(len(layer["expert_loads_before"]))
+            for given, layer in zip(pace.placements, layers, strict=True)
+        ]
+    described = [
+        describe_layer(layer, where) | {"policy": str(own), "choices": seen.to_dict()}
+        for layer, where, own, seen in zip(
+            layers, placements, policies, evidence.values(), strict=True
+        )
+    ]
+    named = policy is not None or (plan is not None and bool(plan.policies))
     return {
         "schema": SCHEMA,
-        "policy": None if policy is None else str(policy),
-        "mode": "observe" if policy is None else policy.mode,
-        "devices": devices,
+        "policy": _shown(policies) if named else None,
+        "mode": _mode(policies),
+        "devices": max(where.num_devices for where in placements),
+        "placement": placed(placements),
         "batches": len(batches),
         "mixed": sampling.mix,
         "tokens_by_text": dict(tokens),
+        "degenerate": reasons(model, list(evidence.values())),
+        **_threshold(layers),
         "overall": overall(layers),
-        "layers": [describe_layer(layer, devices) for layer in layers],
+        "layers": described,
     }
 
 
-def describe_layer(layer: Mapping[str, Any], devices: int) -> dict[str, Any]:
-    """A layer's statistics with its experts per device and its busiest units (by summed load)."""
-    loads = layer["expert_loads_before"]
-    sizes = ExpertPlacement.contiguous(len(loads), devices).sizes
+def describe_layer(layer: Mapping[str, Any], placement: ExpertPlacement) -> dict[str, Any]:
+    """A layer's statistics with its placement and its busiest units (by summed load)."""
     return {
         **layer,
-        "experts": len(loads),
-        "experts_per_device": list(sizes),
-        "busiest_expert": busiest(loads).index,
-        "busiest_device": busiest(layer["device_loads_before"], sizes).index,
+        "experts": placement.num_experts,
+        "devices": placement.num_devices,
+        "experts_per_device": list(placement.sizes),
+        "expert_to_device": list(placement.expert_to_device),
+        "busiest_expert": busiest(layer["expert_loads_before"]).index,
+        "busiest_device": busiest(layer["device_loads_before"]).index,
+    }
+
+
+def _shown(policies: Sequence[CapacityPolicy]) -> str:
+    """The policy in its short form; where layers differ, each once, in their order."""
+    return "; ".join(dict.fromkeys(str(policy) or "no cap" for policy in policies))
+
+
+def _mode(policies: Sequence[CapacityPolicy]) -> str:
+    modes = [policy.mode if policy.caps else "observe" for policy in policies]
+    return next((mode for mode in ("enforce", "shadow") if mode in modes), "observe")
+
+
+def _threshold(layers: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """From which mean of tokens an expert on the caps apply, and what a batch here gives.
+
+    Of the layer that comes nearest to being capped; None where no policy caps.
+    """
+    capping = [layer for layer in layers if layer["min_expert_load"] is not None]
+    given = [
+        layer["assignments"] / len(layer["expert_loads_before"]) / max(1, layer["forwards"])
+        for layer in capping
+    ]
+    return {
+        "min_expert_load": min((layer["min_expert_load"] for layer in capping), default=None),
+        "tokens_an_expert": max(given, default=None),
     }
 
 
@@ -133,6 +193,7 @@ def overall(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         layer["worst_device_peak_to_mean_before"] for layer in layers
     )
     result["dropped_share"] = sum(layer["dropped"] for layer in layers) / max(1, sum(weights))
+    result["forwards"] = sum(layer["forwards"] for layer in layers)
     result["capped_forwards"] = sum(layer["capped_forwards"] for layer in layers)
     return result
 

@@ -11,43 +11,61 @@ LITTLE = 0.05  # an average wait below this is hardly worth a cap
 
 
 def verdict(result: Mapping[str, Any]) -> list[str]:
-    """Sentences for a result of `observe_loads`: the wait, the ceiling, what the policy does."""
-    overall = result["overall"]
+    """Sentences for a result of `observe_loads`: the wait, the ceiling, what the policy does.
+
+    Where the routing says nothing of real traffic, that comes first and nothing is promised.
+    """
+    overall, devices = result["overall"], result["devices"]
     peak, loss = overall["device_peak_to_mean_before"], overall["straggler_loss_before"]
-    lines = [
-        f"An average device waits {percent(loss, 0)} of the expert time for the busiest of "
-        f"{result['devices']}; perfectly balanced, the expert part would be at most "
-        f"{times(peak)} as fast (from the loads: communication and attention not included)."
-    ]
-    if loss < LITTLE:
-        lines.append("These loads are nearly balanced: a cap has little to gain here.")
+    degenerate = bool(result["degenerate"])
+    if degenerate:
+        lines = [
+            f"These loads say nothing of real traffic: {'; '.join(result['degenerate'])}.",
+            f"The busiest of {devices} devices has {times(peak)} the mean rows here; what a cap "
+            "would gain can't be told from that.",
+        ]
+    else:
+        lines = [
+            f"An average device waits {percent(loss, 0)} of the expert time for the busiest of "
+            f"{devices}; perfectly balanced, the expert part would be at most {times(peak)} as "
+            "fast (from the loads: communication and attention not included)."
+        ]
+        if loss < LITTLE:
+            lines.append("These loads are nearly balanced: a cap has little to gain here.")
     if result["policy"] is not None:
-        lines.append(_policy_sentence(result, peak, overall["device_peak_to_mean_after"]))
-    if len(set(result["layers"][0]["experts_per_device"])) > 1:
-        lines.append(
-            "Devices host different numbers of experts: each is compared with its own share."
-        )
+        lines.append(_policy_sentence(result, peak, degenerate))
     return lines
 
 
-def _policy_sentence(result: Mapping[str, Any], peak: float, after: float) -> str:
+def _policy_sentence(result: Mapping[str, Any], peak: float, degenerate: bool) -> str:
     overall = result["overall"]
-    would = {"enforce": "", "shadow": "would "}.get(result["mode"])
-    if would is None:
+    if result["mode"] == "observe":
         return "The policy only observes: nothing is capped."
     if not overall["capped_forwards"]:
-        return (
-            "The policy capped nothing: it has no capacity_factor, or the batches give an expert "
-            "fewer tokens than min_expert_load."
-        )
+        return _never_applied(result)
+    would, ending = ("would ", "") if result["mode"] == "shadow" else ("", "s")
+    after = overall["device_peak_to_mean_after"]
     gain = peak / max(after, 1e-9)
-    ending = "" if would else "s"
+    drops = f"{would}drop{ending} {percent(overall['dropped_share'])} of the assignments"
+    if degenerate:
+        return f"The policy {result['policy']} {drops} here."
     effect = (
         f"allow{ending} the expert part to run {times(gain)} as fast as without it"
         if gain > 1.005
         else f"gain{ending} nothing in time"
     )
     return (
-        f"The policy {result['policy']} {would}drop{ending} {percent(overall['dropped_share'])} of "
-        f"the assignments and {effect} (busiest device {times(after)} the mean, from the loads)."
+        f"The policy {result['policy']} {drops} and {effect} (busiest device {times(after)} the "
+        "mean, from the loads)."
+    )
+
+
+def _never_applied(result: Mapping[str, Any]) -> str:
+    """Why a policy that may cap never did."""
+    least, given = result["min_expert_load"], result["tokens_an_expert"]
+    if least is None:
+        return "The policy capped nothing: it has no capacity_factor."
+    return (
+        f"The policy capped nothing: its cap applies from a mean of {least:g} tokens an expert on "
+        f"(min_expert_load), and a batch here gives {given:.3g}."
     )

@@ -1,26 +1,9 @@
-"""Tables and progress of `paceline bench` on a terminal."""
+"""Tables of `paceline bench` on a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
-
-
-@contextmanager
-def ticking(total: int, quiet: bool) -> Iterator[Callable[[], None]]:
-    """A progress bar of `total` steps on a terminal; nothing in a log, or if `quiet`."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
-        yield lambda: None
-        return
-    columns = (TextColumn("timing"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda: bar.advance(task)
 
 
 def show(results: dict[str, Any]) -> None:

@@ -15,27 +15,26 @@ change; ranks, which wait for each other, in wall time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.analysis.emulate import split_by_device
+from paceline.bench.emulated import Experts, slowest_device, split_by_device
 from paceline.bench.spread import ratios, shuffled, spread
 from paceline.bench.workload import Workload
 from paceline.engines.transformers.expert_parallel import sum_by_token
+from paceline.engines.transformers.expert_parallel_layer import own_share
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
-from paceline.routing import RoutingInputs, route
+from paceline.routing import Assignment, RoutingInputs, route
 
-_FIELDS = ("hidden", "ids", "weights")
 STAGES = ("gate", "route", "dispatch", "experts", "combine")
-Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
-Choice = tuple[Tensor, Tensor]
-Decide = Callable[[RoutingInputs, CapacityPolicy | None], Choice]
+NO_CAP = CapacityPolicy(mode="observe")
 
 
 @dataclass
@@ -45,7 +44,7 @@ class Measured:
     Attributes:
         stages: seconds of each stage on the busiest device, [stages][rounds].
         total: seconds of the layer, [rounds].
-        loads: rows that each device computes, [devices].
+        rows: rows that each device computes, [devices].
         dropped: share of assignments dropped.
         gate_mass: share of the gate scores kept.
         bytes_sent: by all ranks in one layer, None where nothing is sent.
@@ -53,37 +52,55 @@ class Measured:
 
     stages: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in STAGES})
     total: list[float] = field(default_factory=list)
-    loads: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
     dropped: float = 0.0
     gate_mass: float = 1.0
     bytes_sent: int | None = None
 
 
-def without_cap(inputs: RoutingInputs) -> Choice:
-    """[tokens, k] ids and weights as the model chose them."""
-    return inputs.topk_ids, inputs.topk_weights
+def share(part: float, whole: float, of_nothing: float = 0.0) -> float:
+    """part / whole, and `of_nothing` where there is nothing to share.
 
-
-def decider(placement: ExpertPlacement, source: int) -> Decide:
-    """How one device decides for its own tokens, which all live on `source`."""
-
-    def decide(inputs: RoutingInputs, policy: CapacityPolicy | None) -> Choice:
-        if policy is None:
-            return without_cap(inputs)
-        if policy.pool == "source" or policy.expand == "own_device":
-            sources = torch.full(inputs.topk_ids.shape[:1], source, device=inputs.topk_ids.device)
-            inputs = replace(inputs, token_source=sources)
-        assignment = route(inputs, policy, placement)
-        return assignment.topk_ids, assignment.topk_weights
-
-    return decide
+    >>> share(1, 4), share(0, 0, of_nothing=1.0)
+    (0.25, 1.0)
+    """
+    return part / whole if whole else of_nothing
 
 
 # -- emulated devices ------------------------------------------------------------------------------
 
 
+def tokens_of_all(parts: Sequence[RoutingInputs]) -> RoutingInputs:
+    """The routing of all devices' tokens as one batch: the tokens of part i live on device i.
+
+    Args:
+        parts: a device's tokens each, of one layer.
+    """
+    device = parts[0].topk_ids.device
+    sizes = torch.tensor([len(part.topk_ids) for part in parts], device=device)
+    sources = torch.arange(len(parts), device=device).repeat_interleave(sizes)
+
+    def joined(name: str) -> Tensor | None:
+        tensors = [getattr(part, name) for part in parts]
+        if name == "valid" and any(tensor is not None for tensor in tensors):
+            every = [torch.ones(len(part.topk_ids), dtype=torch.bool) for part in parts]
+            tensors = [a if t is None else t for t, a in zip(tensors, every, strict=True)]
+        return None if any(tensor is None for tensor in tensors) else torch.cat(tensors)
+
+    return replace(
+        parts[0],
+        topk_ids=torch.cat([part.topk_ids for part in parts]),
+        topk_weights=torch.cat([part.topk_weights for part in parts]),
+        scores=joined("scores"),
+        topk_scores=joined("topk_scores"),
+        valid=joined("valid"),
+        token_request=joined("token_request"),
+        token_source=sources,
+    )
+
+
 def emulate_layer(
-    workloads: list[Workload],
+    workloads: Sequence[Workload],
     experts: Experts,
     placement: ExpertPlacement,
     policies: Mapping[str, CapacityPolicy | None],
@@ -93,132 +110,121 @@ def emulate_layer(
     """Time the layer with every device of `placement` played in turn.
 
     Args:
-        workloads: the tokens of each source device.
+        workloads: the tokens of each device, or one for all devices.
         experts: all experts, on global ids.
         placement: expert -> device.
         policies: label -> policy; None is no cap.
         rounds: each runs every policy once.
         progress: called after each policy of each round.
+
+    Raises:
+        ValueError: if no token has an expert, or a policy needs what the workload doesn't know.
     """
     results = {name: Measured() for name in policies}
-    work: dict[str, list[tuple[Tensor, ...]]] = {}
+    decided: dict[str, Assignment] = {}
+    work = {}
     with torch.inference_mode():
+        together = tokens_of_all([load.gate(load.hidden) for load in workloads])
+        hidden = torch.cat([load.hidden for load in workloads])
         for name, policy in policies.items():
-            parts, result = [], results[name]
-            kept = total = 0
-            mass = torch.zeros(2, dtype=torch.float64)
-            for source, load in enumerate(workloads):
-                inputs = load.gate(load.hidden)
-                ids, weights = decider(placement, source)(inputs, policy)
-                parts.append(split_by_device(load.hidden, ids, weights, placement.expert_to_device))
-                kept += int((ids[:, : load.shape.k] < placement.num_experts).sum())
-                total += inputs.topk_ids.numel()
-                mass += _mass(inputs, ids, placement.num_experts)
-            work[name] = [
-                tuple(torch.cat([getattr(p[d], f) for p in parts]) for f in _FIELDS)
-                for d in range(placement.num_devices)
-            ]
-            result.loads = [len(device[1]) for device in work[name]]
-            result.dropped, result.gate_mass = 1 - kept / total, float(mass[1] / mass[0])
+            chosen = decided[name] = route(together, policy or NO_CAP, placement)
+            work[name] = split_by_device(hidden, chosen.topk_ids, chosen.topk_weights, placement)
+            offered = int(chosen.expert_loads_before.sum())
+            if not offered:
+                raise ValueError("no token of the workload has an expert: allowed is at least one.")
+            result = results[name]
+            result.rows = [device.rows for device in work[name]]
+            result.dropped = int(chosen.dropped) / offered
+            result.gate_mass = float(chosen.gate_mass_kept)
         for name in policies:  # touch code and memory once
-            _slowest(experts, work[name])
+            slowest_device(experts, work[name])
         for turn in range(rounds):
             for name in shuffled(list(policies), turn):
-                _emulated_round(
-                    workloads[0], experts, placement, policies[name], work[name], results[name]
+                run = partial(slowest_device, experts, work[name])
+                stages = _first_device(
+                    workloads[0], together, policies[name], placement, decided[name], run
                 )
+                for stage, seconds in zip(STAGES, stages, strict=True):
+                    results[name].stages[stage].append(seconds)
+                results[name].total.append(sum(stages))
                 progress()
     return results
 
 
-def _emulated_round(
+def _first_device(
     load: Workload,
-    experts: Experts,
-    placement: ExpertPlacement,
+    together: RoutingInputs,
     policy: CapacityPolicy | None,
-    work: list[tuple[Tensor, ...]],
-    result: Measured,
-) -> None:
-    """One device's gate, route, dispatch and combine, and the slowest device's experts."""
-    decide, marks = decider(placement, 0), [time.thread_time()]
+    placement: ExpertPlacement,
+    decided: Assignment,
+    run_experts: Callable[[], float],
+) -> list[float]:
+    """Seconds of STAGES: the first device's gate, route, dispatch and combine, all experts' worst.
+
+    A pool of all tokens is decided by every device for all of them, any other for its own alone.
+    """
+    marks = [time.thread_time()]
     inputs = load.gate(load.hidden)
     marks.append(time.thread_time())
-    ids, weights = decide(inputs, policy)
+    count = len(load.hidden)
+    if policy is not None:
+        if policy.pool == "batch":
+            route(together, policy, placement)
+        else:
+            source = None if together.token_source is None else together.token_source[:count]
+            own = own_share(policy, placement.num_devices, inputs.topk_ids.device.type)
+            route(replace(inputs, token_source=source), own, placement)
     marks.append(time.thread_time())
-    flat = ids.reshape(-1)
-    order = torch.argsort(flat)
-    count = int((flat < placement.num_experts).sum())
-    order = order[:count]
+    ids, weights = decided.topk_ids[:count], decided.topk_weights[:count]
+    kept = ids < placement.num_experts
+    order = torch.argsort(ids.reshape(-1))[: int(kept.sum())]
     rows = load.hidden[order // ids.shape[1]]
     marks.append(time.thread_time())
-    slowest = _slowest(experts, work)
+    slowest = run_experts()
     again = time.thread_time()
     rows.mul_(weights.reshape(-1)[order].unsqueeze(1))
-    sum_by_token(rows, order, ids < placement.num_experts)
+    sum_by_token(rows, order, kept)
     combine = time.thread_time() - again
-    times = [b - a for a, b in pairwise(marks)] + [slowest, combine]
-    for stage, seconds in zip(STAGES, times, strict=True):
-        result.stages[stage].append(seconds)
-    result.total.append(sum(times))
-
-
-def _slowest(experts: Experts, work: list[tuple[Tensor, ...]]) -> float:
-    """Seconds of the slower of the two devices with most rows.
-
-    Not of all: the slowest of many equal devices on one noisy core is noise more than work.
-    """
-    slowest = 0.0
-    for hidden, ids, weights in sorted(work, key=lambda device: -len(device[1]))[:2]:
-        if len(ids):
-            start = time.thread_time()
-            experts(hidden, ids, weights)
-            slowest = max(slowest, time.thread_time() - start)
-    return slowest
-
-
-def _mass(inputs: RoutingInputs, ids: Tensor, num_experts: int) -> Tensor:
-    """[2] float64 gate mass of all genuine assignments and of those kept."""
-    k = inputs.topk_ids.shape[1]
-    scores = (
-        inputs.topk_weights if inputs.scores is None else inputs.scores.gather(1, inputs.topk_ids)
-    )
-    kept = ids[:, :k] < num_experts
-    return torch.stack([scores.sum().double(), (scores * kept).sum().double()])
+    return [b - a for a, b in pairwise(marks)] + [slowest, combine]
 
 
 # -- reporting -------------------------------------------------------------------------------------
 
 
-def summary(
-    results: Mapping[str, Measured], policies: Mapping[str, CapacityPolicy | None]
-) -> list[dict[str, Any]]:
+def summary(results: Mapping[str, Measured]) -> list[dict[str, Any]]:
     """One JSON-able row a policy, compared with the first one, which has no cap."""
     base = next(iter(results.values()))
     whole = spread(base.total)["median"]
     expert_time = spread(base.stages["experts"])["median"]
+    mean = sum(base.rows) / len(base.rows)
     rows = []
     for name, result in results.items():
-        share = max(result.loads) / max(base.loads)
-        bound = whole / (whole - expert_time + expert_time * share)
+        busiest = max(result.rows)
+        bound = whole / (whole - expert_time + expert_time * busiest / max(base.rows))
         faster = ratios(base.total, result.total)
-        mean = sum(base.loads) / len(base.loads)
         rows.append(
             {
                 "policy": name,
-                "busiest_load": max(result.loads),
-                "busiest_share": max(result.loads) / max(1, sum(result.loads)),
-                "peak_to_mean": max(result.loads) / mean if mean else 1.0,
-                "loads": result.loads,
+                "busiest_load": busiest,
+                "busiest_share": share(busiest, sum(result.rows)),
+                "peak_to_mean": busiest / mean,
+                "loads": result.rows,
                 "dropped_share": result.dropped,
                 "gate_mass_kept": result.gate_mass,
                 "bytes_sent": result.bytes_sent,
                 "seconds": spread(result.total),
                 "stages": {stage: spread(times) for stage, times in result.stages.items()},
-                "load_bound": max(base.loads) / max(1, max(result.loads)),
+                "load_bound": max(base.rows) / max(1, busiest),
                 "bound": bound,
                 "speedup": faster,
                 "share_of_bound": {key: value / bound for key, value in faster.items()},
-                "experts_speedup": ratios(base.stages["experts"], result.stages["experts"]),
+                "experts_speedup": _experts_speedup(base, result),
             }
         )
     return rows
+
+
+def _experts_speedup(base: Measured, result: Measured) -> dict[str, float] | None:
+    """Of the busiest device's experts alone; None where a policy left them nothing to do."""
+    experts = result.stages["experts"]
+    return ratios(base.stages["experts"], experts) if all(experts) else None

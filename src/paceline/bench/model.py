@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.bench.emulated import Experts, Played, play
 from paceline.bench.spread import ratios, shuffled, spread
+from paceline.bench.workload import Compared
 from paceline.engines.transformers import attach
 from paceline.placement import ExpertPlacement
-from paceline.policy import CapacityPolicy
 
 
 @dataclass
@@ -43,90 +43,6 @@ class Served:
     expert_time: list[float] = field(default_factory=list)
     busiest: int = 0
     total: int = 0
-
-
-def random_model(
-    hidden: int = 768,
-    intermediate: int = 512,
-    layers: int = 6,
-    experts: int = 32,
-    k: int = 4,
-    hot: int = 16,
-    share: float = 0.8,
-    vocabulary: int = 4096,
-    seed: int = 0,
-) -> Any:
-    """A mid-size random OLMoE whose routers send `share` of their load to the first `hot` experts.
-
-    One coordinate of every embedding is the same and stays so, which lets a router have a constant
-    preference; how strong it has to be is found layer by layer on random tokens.
-    """
-    from transformers import OlmoeConfig, OlmoeForCausalLM
-
-    torch.manual_seed(seed)
-    config = OlmoeConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 64,
-        num_experts=experts,
-        num_experts_per_tok=k,
-        max_position_embeddings=4096,
-        eos_token_id=None,
-    )
-    model: Any = OlmoeForCausalLM(config).eval()
-    tokens = torch.randint(1, vocabulary, (2, 128))
-    with torch.inference_mode(False), torch.no_grad():
-        model.model.embed_tokens.weight[:, 0] = 0.2
-        for layer in model.model.layers:
-            layer.mlp.gate.weight.normal_(std=hidden**-0.5)
-            layer.mlp.gate.weight[:, 0] = 0.0
-            # else what all tokens of a random sequence have in common decides alone
-            layer.self_attn.o_proj.weight.mul_(0.1)
-            layer.mlp.experts.down_proj.mul_(0.1)
-            layer.self_attn.o_proj.weight[0] = 0.0
-            layer.mlp.experts.down_proj[:, 0] = 0.0
-        for layer in model.model.layers:
-            _prefer(model, layer.mlp.gate, tokens, slice(0, hot), share, k)
-    return model
-
-
-def random_model_named(name: str) -> Any:
-    """The model of a name: "random", or "random:hidden,intermediate,experts,k,layers".
-
-    Raises:
-        ValueError: if it is neither.
-    """
-    if name == "random":
-        return random_model()
-    sizes = name.removeprefix("random:").split(",")
-    if len(sizes) == 5 and all(size.strip().isdigit() and int(size) > 0 for size in sizes):
-        hidden, intermediate, experts, k, layers = map(int, sizes)
-        if hidden % 64 == 0 and k <= experts // 2:
-            return random_model(hidden, intermediate, layers, experts, k, experts // 2)
-    raise ValueError(
-        f"model {name!r} is not allowed: it is random, or random:hidden,intermediate,experts,k,"
-        "layers with hidden a multiple of 64 and k at most half of the experts."
-    )
-
-
-def _prefer(model: Any, gate: Any, tokens: Tensor, hot: slice, share: float, k: int) -> None:
-    """Give a router the constant preference that sends `share` of its load to the `hot` experts."""
-    seen: list[Tensor] = []
-    hook = gate.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, -2)))
-    model.model(input_ids=tokens)
-    hook.remove()
-    logits = seen[0] @ gate.weight.T
-    is_hot = torch.zeros(logits.shape[1])
-    is_hot[hot] = 1
-    low, high = -30.0, 30.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        chosen = torch.topk(logits + middle * is_hot, k, dim=-1).indices
-        low, high = (middle, high) if float(is_hot[chosen].mean()) < share else (low, middle)
-    gate.weight[hot, 0] = high / seen[0][:, 0].mean()
 
 
 # -- serving ---------------------------------------------------------------------------------------
@@ -152,7 +68,7 @@ def serve(
 def serve_on_ranks(
     model: Any,
     prompt: Tensor,
-    policies: Mapping[str, CapacityPolicy | None],
+    policies: Mapping[str, Compared],
     new_tokens: int,
     rounds: int,
     progress: Callable[[], None] = lambda: None,
@@ -169,19 +85,18 @@ def serve_on_ranks(
     """
     results = {name: Served() for name in policies}
     with attach(model) as pace:
+        clock = _ExpertClock(pace.layers)
+        pace.replace_experts(clock)
         for turn in range(-1, rounds):  # the first turn is not counted
             for name in shuffled(list(policies), turn):
-                pace.policy = policies[name] or CapacityPolicy(mode="observe")
+                pace.policy = policies[name]
                 pace.reset_stats()
-                clocks = [_ExpertClock(layer.parallel) for layer in pace._layers]  # type: ignore[attr-defined]
+                clock.reset()
                 dist.barrier()
-                with _all(clocks):
-                    first, rest = serve(model, prompt, new_tokens)
-                spent = torch.tensor(
-                    [first, rest, sum(c.prefill for c in clocks)], dtype=torch.float64
-                )
+                first, rest = serve(model, prompt, new_tokens)
+                spent = torch.tensor([first, rest, clock.seconds], dtype=torch.float64)
                 dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-                loads = torch.tensor([c.rows for c in clocks], dtype=torch.float64)  # [layers]
+                loads = torch.tensor(list(clock.rows.values()), dtype=torch.float64)  # [layers]
                 busiest, total = loads.clone(), loads.clone()
                 dist.all_reduce(busiest, op=dist.ReduceOp.MAX)
                 dist.all_reduce(total)
@@ -192,38 +107,34 @@ def serve_on_ranks(
 
 
 class _ExpertClock:
-    """Times the experts of one spread layer, and counts their rows, in its first forward."""
+    """Times this rank's experts of every layer, and counts their rows, in a prefill.
 
-    def __init__(self, parallel: Any) -> None:
-        self._parallel, self.prefill, self.rows, self._calls = parallel, 0.0, 0, 0
+    Attributes:
+        seconds: of all layers together.
+        rows: of each layer.
+    """
 
-    def __enter__(self) -> _ExpertClock:
-        self._forward = self._parallel.experts_forward
+    def __init__(self, layers: Sequence[str]) -> None:
+        self._layers = layers
+        self.reset()
 
-        def timed(hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-            start = time.perf_counter()
-            out: Tensor = self._forward(hidden, ids, weights)
-            if self._calls == 0:
-                self.prefill, self.rows = time.perf_counter() - start, hidden.shape[0]
-            self._calls += 1
-            return out
+    def reset(self) -> None:
+        """Start anew with the next forward."""
+        self.seconds = 0.0
+        self.rows = dict.fromkeys(self._layers, 0)
+        self._seen: set[str] = set()
 
-        self._parallel.experts_forward = timed
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._parallel.experts_forward = self._forward
-
-
-@contextmanager
-def _all(clocks: list[_ExpertClock]) -> Iterator[None]:
-    for clock in clocks:
-        clock.__enter__()
-    try:
-        yield
-    finally:
-        for clock in clocks:
-            clock.__exit__()
+    def __call__(
+        self, layer: str, run: Experts, hidden: Tensor, ids: Tensor, weights: Tensor
+    ) -> Tensor:
+        if layer in self._seen:  # a decode step
+            return run(hidden, ids, weights)
+        self._seen.add(layer)
+        start = time.perf_counter()
+        out = run(hidden, ids, weights)
+        self.seconds += time.perf_counter() - start
+        self.rows[layer] = hidden.shape[0]
+        return out
 
 
 def _add(result: Served, spent: list[float], busiest: int, total: int) -> None:
@@ -239,8 +150,8 @@ def _add(result: Served, spent: list[float], busiest: int, total: int) -> None:
 def serve_emulated(
     model: Any,
     prompt: Tensor,
-    policies: Mapping[str, CapacityPolicy | None],
-    placement: ExpertPlacement,
+    policies: Mapping[str, Compared],
+    placements: Sequence[ExpertPlacement],
     new_tokens: int,
     rounds: int,
     progress: Callable[[], None] = lambda: None,
@@ -249,84 +160,53 @@ def serve_emulated(
 
     Each device is taken to do its share of what isn't experts: that time is divided by D. Timed
     in processor time of the one thread, which other programs of the machine hardly change.
+
+    Args:
+        model: the whole of it.
+        prompt: [batch, length] token ids.
+        policies: label -> policy, or one a layer; None is no cap.
+        placements: expert -> device, of each layer.
+        new_tokens: of each prompt.
+        rounds: each runs every policy once.
+        progress: called after each policy of each round.
     """
+    devices = max(placement.num_devices for placement in placements)
     results = {name: Served() for name in policies}
-    with attach(model, None, placement, token_source="sequence") as pace:
-        players = [_Player(layer, placement) for layer in pace._layers]
-        for player in players:
-            player.install()
+    with attach(model, None, list(placements), token_source="sequence") as pace:
+        where = dict(zip(pace.layers, placements, strict=True))
+        played: dict[str, list[Played]] = {}
+
+        def run_by_device(
+            layer: str, run: Experts, hidden: Tensor, ids: Tensor, weights: Tensor
+        ) -> Tensor:
+            out, forward = play(run, hidden, ids, weights, where[layer])
+            played.setdefault(layer, []).append(forward)
+            return out
+
+        pace.replace_experts(run_by_device)
         for turn in range(-1, rounds):
             for name in shuffled(list(policies), turn):
-                pace.policy = policies[name] or CapacityPolicy(mode="observe")
-                for player in players:
-                    player.reset()
+                pace.policy = policies[name]
+                played.clear()
                 first, rest = serve(model, prompt, new_tokens, time.thread_time)
-                prefill = [player.calls[0] for player in players]
-                later = [call for player in players for call in player.calls[1:]]
+                prefill = [forwards[0] for forwards in played.values()]
+                later = [forward for forwards in played.values() for forward in forwards[1:]]
                 spent = [
-                    _emulated(first, prefill, placement.num_devices),
-                    _emulated(rest, later, placement.num_devices),
-                    sum(max(call.seconds) for call in prefill),
+                    _emulated(first, prefill, devices),
+                    _emulated(rest, later, devices),
+                    sum(max(forward.seconds) for forward in prefill),
                 ]
                 if turn >= 0:
-                    busiest = sum(max(call.rows) for call in prefill)
-                    _add(results[name], spent, busiest, sum(sum(call.rows) for call in prefill))
+                    busiest = sum(max(forward.rows) for forward in prefill)
+                    total = sum(sum(forward.rows) for forward in prefill)
+                    _add(results[name], spent, busiest, total)
                     progress()
     return results
 
 
-@dataclass
-class _Call:
-    """Seconds and rows of each device in one forward of one layer."""
-
-    seconds: list[float]
-    rows: list[int]
-
-
-def _emulated(wall: float, calls: list[_Call], devices: int) -> float:
-    spent = sum(sum(call.seconds) for call in calls)
-    return (wall - spent) / devices + sum(max(call.seconds) for call in calls)
-
-
-class _Player:
-    """Runs the experts of one attached layer device by device, each timed."""
-
-    def __init__(self, layer: Any, placement: ExpertPlacement) -> None:
-        self._layer = layer
-        self.reset()
-        self._device = torch.tensor([*placement.expert_to_device, placement.num_devices])
-        self._devices, self._experts = placement.num_devices, placement.num_experts
-
-    def reset(self) -> None:
-        self.calls: list[_Call] = []
-
-    def install(self) -> None:
-        """Take the place of the experts' forward inside the attached layer."""
-        original = self._layer._original
-
-        def play(hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-            out = torch.zeros_like(hidden)
-            flat = out.view(-1, out.shape[-1])
-            rows = hidden.reshape(-1, hidden.shape[-1])
-            device = self._device[ids.clamp(max=self._experts)]
-            call = _Call([], [])
-            for d in range(self._devices):
-                token, slot = (device == d).nonzero(as_tuple=True)
-                start = time.thread_time()
-                if len(token):
-                    part = original(
-                        rows[token], ids[token, slot][:, None], weights[token, slot][:, None]
-                    )
-                    flat.index_add_(0, token, part)
-                call.seconds.append(time.thread_time() - start)
-                call.rows.append(len(token))
-            self.calls.append(call)
-            return out
-
-        self._layer._original = play
-        self._layer._compute = lambda hidden, ids, weights, assignment: play(
-            hidden, assignment.topk_ids, assignment.topk_weights
-        )
+def _emulated(wall: float, forwards: Sequence[Played], devices: int) -> float:
+    spent = sum(sum(forward.seconds) for forward in forwards)
+    return (wall - spent) / devices + sum(max(forward.seconds) for forward in forwards)
 
 
 def summary(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,15 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from paceline.bench.layer import STAGES, Measured, decider, without_cap
+from paceline.bench.layer import NO_CAP, STAGES, Measured, share
 from paceline.bench.spread import shuffled
 from paceline.bench.workload import Workload
 from paceline.engines.transformers.expert_parallel import ExpertParallel
-from paceline.engines.transformers.expert_parallel_layer import route_together
+from paceline.engines.transformers.expert_parallel_layer import decide
 from paceline.engines.transformers.expert_parallel_link import Link
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
-from paceline.routing import RoutingInputs
+from paceline.routing import Assignment, RoutingInputs
 
 UNTOUCHED = "untouched"
 """Label of Transformers' own expert parallelism, with no part of Paceline in it."""
@@ -63,8 +64,9 @@ def time_layer(
     """
     link = Link()
     parallel = ExpertParallel(experts.forward, placement, link, shares_batch)
-    even = len(set(placement.sizes)) == 1
-    stock = stock_layer(experts, shares_batch) if even else None
+    stock = None
+    if _stock_can(workload, placement):
+        stock = stock_layer(experts, shares_batch)
     names = [*policies, *([UNTOUCHED] if stock is not None else [])]
     results = {name: Measured() for name in names}
     with torch.inference_mode():
@@ -79,17 +81,13 @@ def time_layer(
 
 
 def _decide(
-    inputs: RoutingInputs,
-    policy: CapacityPolicy | None,
-    parallel: ExpertParallel,
-    placement: ExpertPlacement,
-) -> tuple[Tensor, Tensor]:
-    if policy is None:
-        return without_cap(inputs)
-    if policy.pool == "batch" and not parallel.shares_batch:
-        assignment = route_together(inputs, policy, parallel, placement)
-        return assignment.topk_ids, assignment.topk_weights
-    return decider(placement, parallel.link.rank)(inputs, policy)
+    inputs: RoutingInputs, policy: CapacityPolicy | None, parallel: ExpertParallel
+) -> Assignment:
+    """This rank's assignment, as an attached model decides."""
+    if not parallel.shares_batch:
+        source = torch.full_like(inputs.topk_ids[:, 0], parallel.link.rank, dtype=torch.int64)
+        inputs = replace(inputs, token_source=source)
+    return decide(inputs, policy or NO_CAP, parallel)
 
 
 def _round(
@@ -114,12 +112,14 @@ def _round(
 
     inputs = workload.gate(hidden)
     tick("gate")
-    if name == UNTOUCHED:
-        assert stock is not None
+    if name == UNTOUCHED and stock is not None:
         stock(hidden, inputs.topk_ids, inputs.topk_weights)
         tick("experts")
     else:
-        ids, weights = _decide(inputs, policies[name], parallel, placement)
+        policy, ids, weights = policies[name], inputs.topk_ids, inputs.topk_weights
+        if policy is not None:
+            decided = _decide(inputs, policy, parallel)
+            ids, weights = decided.topk_ids, decided.topk_weights
         tick("route")
         parallel.clock = tick
         parallel(hidden, ids, weights)
@@ -144,31 +144,38 @@ def _count(
     result: Measured,
 ) -> None:
     """Loads, drops and bytes of one layer, over all ranks."""
-    inputs = workload.gate(workload.hidden)
     before = parallel.bytes_sent
-    ids, weights = _decide(inputs, policies.get(name), parallel, placement)
+    decided = _decide(workload.gate(workload.hidden), policies.get(name), parallel)
     device = torch.tensor([*placement.expert_to_device, placement.num_devices])
-    loads = torch.bincount(device[ids.reshape(-1)], minlength=placement.num_devices + 1)[:-1]
-    k = inputs.topk_ids.shape[1]
-    scores = (
-        inputs.topk_weights if inputs.scores is None else inputs.scores.gather(1, inputs.topk_ids)
-    )
-    kept = ids[:, :k] < placement.num_experts
-    mass = [
-        float(scores.sum()),
-        float((scores * kept).sum()),
-        float(kept.numel()),
-        float(kept.sum()),
-    ]
-    parallel(workload.hidden, ids, weights)
+    rows = torch.bincount(device[decided.topk_ids.reshape(-1)], minlength=placement.num_devices + 1)
+    genuine = torch.stack([decided.expert_loads_before.sum(), decided.dropped])
+    parallel(workload.hidden, decided.topk_ids, decided.topk_weights)
     sent = parallel.bytes_sent - before
-    totals = torch.tensor([*loads.tolist(), sent, *mass], dtype=torch.float64)
+    totals = torch.cat([rows[:-1].double(), genuine.double(), decided.gate_mass])
+    totals = torch.cat([totals, totals.new_tensor([sent])])
     dist.all_reduce(totals)
     counts: list[Any] = totals.tolist()
     ranks = parallel.link.size if parallel.shares_batch else 1
-    devices = placement.num_devices
-    result.loads = [int(load / ranks) for load in counts[:devices]]
-    result.bytes_sent = int(counts[devices]) if name != UNTOUCHED else None
-    whole, left, genuine, remaining = counts[devices + 1 :]
-    result.gate_mass = left / whole
-    result.dropped = 1 - remaining / genuine
+    *per_device, offered, dropped, whole, kept, sent = counts
+    if not offered:
+        raise ValueError("no token of the workload has an expert: allowed is at least one.")
+    result.rows = [int(count / ranks) for count in per_device]
+    result.bytes_sent = int(sent) if name != UNTOUCHED else None
+    result.gate_mass = share(kept, whole, of_nothing=1.0)
+    result.dropped = dropped / offered
+
+
+def _stock_can(workload: Workload, placement: ExpertPlacement) -> bool:
+    """Whether Transformers' own way can run this: equal blocks in order, an expert in every slot.
+
+    All ranks must ask, and all get the same answer.
+    """
+    ids = workload.gate(workload.hidden).topk_ids
+    full = (ids < placement.num_experts).all().long()
+    dist.all_reduce(full, op=dist.ReduceOp.MIN)
+    experts, devices = placement.num_experts, placement.num_devices
+    return (
+        bool(full)
+        and experts % devices == 0
+        and placement == ExpertPlacement.contiguous(experts, devices)
+    )

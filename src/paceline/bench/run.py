@@ -12,9 +12,12 @@ from typing import Any
 import torch
 
 from paceline.bench import model as whole_model
+from paceline.bench.emulated import CLOCK
 from paceline.bench.layer import emulate_layer
 from paceline.bench.layer import summary as layer_summary
-from paceline.bench.spread import prepare_machine
+from paceline.bench.machine import prepare_machine
+from paceline.bench.planned import placement_of, placements_of, policy_of
+from paceline.bench.trace import trace_workload
 from paceline.bench.workload import (
     SHAPES,
     Shape,
@@ -23,10 +26,10 @@ from paceline.bench.workload import (
     model_workload,
     parse_policies,
     skewed_workload,
-    trace_workload,
 )
-from paceline.placement import ExpertPlacement
+from paceline.plan import Plan
 from paceline.reporting.environment import environment
+from paceline.reporting.wording import placed
 from paceline.routing import RoutingInputs
 
 Progress = Callable[[], None]
@@ -75,7 +78,7 @@ def bench_layer(
     policies: Sequence[str],
     tokens: int,
     rounds: int,
-    devices: int | None = None,
+    plan: Plan | None = None,
     peak_to_mean: float = 2.0,
     shares_batch: bool = False,
     trace: Path | None = None,
@@ -92,7 +95,7 @@ def bench_layer(
         policies: short forms, compared with no cap.
         tokens: of each device (with `shares_batch`, of all together).
         rounds: of measurement.
-        devices: emulated devices; None: those of the shape.
+        plan: the layer's placement, else as many devices as the shape names, and one more policy.
         peak_to_mean: of the synthetic routing.
         shares_batch: whether all devices hold the same tokens.
         trace: recorded routing instead of synthetic.
@@ -104,24 +107,26 @@ def bench_layer(
     Raises:
         ValueError: if these don't fit together.
     """
+    if (model is None) == (shape is None) or (model is not None and text_ids is None):
+        raise ValueError("shape or model with text_ids is needed: give one of the two.")
+    _check_counts(tokens=tokens, rounds=rounds)
+    plan = plan or Plan()
     rank, ranks, machine = _start()
-    chosen = parse_policies(policies, shares_batch)
     real = under_torchrun()
-    if model is not None:
-        assert text_ids is not None
+    chosen = parse_policies(policies, shares_batch, planned=policy_of(plan, layer))
+    if model is not None and text_ids is not None:
         load, experts = model_workload(model, text_ids, layer, model_name)
-        count = ranks if real else devices or 8
-        placement = ExpertPlacement.contiguous(load.shape.experts, count)
+        placement = placement_of(plan, layer, load.shape, ranks if real else None)
+        count = placement.num_devices
         loads = [load] if shares_batch else _split(load, count)
         if real:
             from paceline.engines.transformers.expert_parallel import keep_experts
 
             keep_experts(experts, placement.experts_of(rank))
             loads = [loads[0 if shares_batch else rank]]
-    else:
-        assert shape is not None
-        count = ranks if real else devices or shape.devices
-        placement = ExpertPlacement.contiguous(shape.experts, count)
+    elif shape is not None:
+        placement = placement_of(plan, layer, shape, ranks if real else None)
+        count = placement.num_devices
         sources = [0] if shares_batch else [rank] if real else range(count)
         loads = [
             trace_workload(trace, shape, layer, tokens, offset=source * tokens)
@@ -147,9 +152,10 @@ def bench_layer(
         "devices": {
             "kind": RANKS if real else EMULATED,
             "count": count,
+            "placement": placed([placement]),
             "batch": "shared" if shares_batch else "own",
             "sends": "gloo or nccl" if real else "nothing: network time is not in these figures",
-            "clock": "wall" if real else "processor time of one thread",
+            "clock": "wall" if real else CLOCK,
         },
         "workload": {
             "label": load.label,
@@ -159,8 +165,15 @@ def bench_layer(
             "rounds": rounds,
             "shape": asdict(load.shape),
         },
-        "policies": layer_summary(measured, chosen),
+        "policies": layer_summary(measured),
     }
+
+
+def _check_counts(**counts: int) -> None:
+    """Numbers of things that there must be one of, by name."""
+    for name, value in counts.items():
+        if value < 1:
+            raise ValueError(f"{name}={value} is not allowed: it is at least 1.")
 
 
 def _split(load: Workload, parts: int) -> list[Workload]:
@@ -175,6 +188,8 @@ def _split(load: Workload, parts: int) -> list[Workload]:
             topk_ids=inputs.topk_ids[rows],
             topk_weights=inputs.topk_weights[rows],
             scores=None if inputs.scores is None else inputs.scores[rows],
+            valid=None if inputs.valid is None else inputs.valid[rows],
+            token_request=None if inputs.token_request is None else inputs.token_request[rows],
             num_experts=inputs.num_experts,
             layer=inputs.layer,
         )
@@ -195,7 +210,7 @@ def bench_model(
     policies: Sequence[str],
     new_tokens: int,
     rounds: int,
-    devices: int = 8,
+    plan: Plan | None = None,
     progress: Progress = lambda: None,
 ) -> dict[str, Any]:
     """Time a whole model: prefill and decode under every policy.
@@ -207,30 +222,32 @@ def bench_model(
         policies: short forms, compared with no cap.
         new_tokens: generated for each prompt.
         rounds: of measurement.
-        devices: emulated devices, where torchrun doesn't say how many ranks there are.
+        plan: placements, one for all layers or one a layer, else 8 emulated devices or the ranks of
+            torchrun; and one more policy, or one a layer.
         progress: called after each policy of each round.
     """
-    from paceline.engines.transformers.discovery import find_layers
-    from paceline.engines.transformers.probe import count_experts, probe
+    from paceline.engines.transformers import attach
 
+    _check_counts(new_tokens=new_tokens, rounds=rounds)
+    plan = plan or Plan()
     rank, ranks, machine = _start()
-    chosen = parse_policies(policies, shares_batch=False, any_load=False)
     real = under_torchrun()
-    modules = find_layers(model)[0]
-    experts = count_experts(modules, probe(modules))
+    planned = plan.policies or None
+    chosen = parse_policies(policies, shares_batch=False, any_load=False, planned=planned)
+    with attach(model) as pace:
+        experts = [len(layer.expert_loads_before) for layer in pace.stats().layers]
+    placements = placements_of(plan, experts, ranks if real else None)
     parameters = sum(p.numel() for p in model.parameters())  # before a rank forgets what isn't its
     prompt = prompt_ids(rank)
     if real:
         from paceline.engines.transformers.expert_parallel import place_experts
 
-        count, placement = ranks, ExpertPlacement.contiguous(experts, ranks)
-        place_experts(model, placement)
+        place_experts(model, placements[0])
         served = whole_model.serve_on_ranks(model, prompt, chosen, new_tokens, rounds, progress)
         sequences = prompt.shape[0] * ranks
     else:
-        count, placement = devices, ExpertPlacement.contiguous(experts, devices)
         served = whole_model.serve_emulated(
-            model, prompt, chosen, placement, new_tokens, rounds, progress
+            model, prompt, chosen, placements, new_tokens, rounds, progress
         )
         sequences = prompt.shape[0]
     return {
@@ -240,9 +257,10 @@ def bench_model(
         "timing": machine,
         "devices": {
             "kind": RANKS if real else EMULATED,
-            "count": count,
+            "count": max(placement.num_devices for placement in placements),
+            "placement": placed(placements),
             "batch": "own",
-            "clock": "wall" if real else "processor time of one thread",
+            "clock": "wall" if real else CLOCK,
         },
         "workload": {
             "label": model_name,

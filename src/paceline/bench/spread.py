@@ -1,16 +1,10 @@
-"""Medians with their minimum and maximum, and a machine set up so that timings mean something."""
+"""Timings summed up: minimum, median and maximum of seconds or ratios; and whose turn it is."""
 
 from __future__ import annotations
 
-import os
 import random
 import statistics
 from collections.abc import Sequence
-from typing import Any
-
-import torch
-
-from paceline.analysis.emulate import keep_freed_memory
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -18,47 +12,41 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
     Raises:
         ValueError: if there is no value.
+
+    >>> spread([3.0, 1.0, 2.0])
+    {'min': 1.0, 'median': 2.0, 'max': 3.0}
     """
     if not values:
-        raise ValueError("no value was measured")
+        raise ValueError("values is empty: allowed is at least one.")
     return {"min": min(values), "median": statistics.median(values), "max": max(values)}
 
 
 def ratios(base: Sequence[float], other: Sequence[float]) -> dict[str, float]:
-    """Spread of base / other, round by round: above 1, other is faster."""
-    return spread([a / b for a, b in zip(base, other, strict=True)])
-
-
-def prepare_machine(local_rank: int = 0, local_ranks: int = 1, threads: int = 1) -> dict[str, Any]:
-    """Pin this process to cores of its own, fix its threads, and let it keep freed memory.
-
-    Freed buffers that go back to the system make page faults dominate big layers.
+    """Spread of base / other, round by round: above 1, other is faster.
 
     Args:
-        local_rank: of this process on its machine.
-        local_ranks: processes on this machine.
-        threads: of this process.
+        base: seconds, [rounds].
+        other: seconds, [rounds].
 
-    Returns:
-        What was done, for the report.
+    Raises:
+        ValueError: if the rounds don't pair up, or a time is not positive.
+
+    >>> ratios([2.0, 4.0], [1.0, 1.0])
+    {'min': 2.0, 'median': 3.0, 'max': 4.0}
     """
-    torch.set_num_threads(threads)
-    pinned: list[int] | None = None
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        if len(cores) >= local_ranks * threads:
-            pinned = cores[local_rank * threads : (local_rank + 1) * threads]
-            os.sched_setaffinity(0, pinned)
-    return {
-        "threads": threads,
-        "pinned": pinned is not None,
-        "freed_memory_kept": keep_freed_memory(),
-    }
+    if len(base) != len(other):
+        raise ValueError(f"base has {len(base)} rounds, other {len(other)}: allowed is the same.")
+    if any(not seconds > 0 for seconds in (*base, *other)):
+        raise ValueError(f"base={base} and other={other} are not allowed: times are positive.")
+    return spread([a / b for a, b in zip(base, other, strict=True)])
 
 
 def shuffled(names: Sequence[str], turn: int) -> list[str]:
     """The names in an order of this turn's own, alike on all ranks.
 
     What ran before leaves caches warm or cold and cores hot, so nothing may always follow the same.
+
+    >>> shuffled("ab", turn=0) == shuffled("ab", turn=0)
+    True
     """
     return random.Random(turn).sample(list(names), len(names))

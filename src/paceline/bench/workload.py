@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from paceline.bench.captured import capture
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import RoutingInputs
@@ -165,100 +164,23 @@ def skewed_workload(
     )
 
 
-def trace_workload(path: Path, shape: Shape, layer: int, tokens: int, offset: int = 0) -> Workload:
-    """Routing recorded from a model: an .npz with topk_ids and topk_weights [layers, tokens, k].
-
-    Args:
-        path: of the file.
-        shape: sizes of the experts to run; experts and k must be those of the trace.
-        layer: which of the trace.
-        tokens: how many, repeated where the trace has fewer.
-        offset: where to start, so that ranks differ.
-
-    Raises:
-        ValueError: if the file is no such trace or doesn't fit the shape.
-    """
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            ids, weights = arrays["topk_ids"], arrays["topk_weights"]
-    except (KeyError, ValueError, OSError) as error:
-        raise ValueError(f"trace {path} holds no topk_ids and topk_weights: {error}") from None
-    if ids.ndim != 3 or ids.shape != weights.shape or not 0 <= layer < ids.shape[0]:
-        raise ValueError(
-            f"trace {path} has shape {list(ids.shape)}: allowed is [layers, tokens, k], "
-            "layer < layers."
-        )
-    if ids.shape[2] != shape.k or int(ids.max()) >= shape.experts:
-        raise ValueError(
-            f"trace {path} has k={ids.shape[2]} and expert {int(ids.max())}: shape "
-            f"{shape.name} has k={shape.k} and {shape.experts} experts."
-        )
-    rows = (np.arange(tokens) + offset) % ids.shape[1]
-    chosen = torch.from_numpy(ids[layer][rows].astype(np.int64))
-    scores = torch.from_numpy(weights[layer][rows].astype(np.float32))
-    given = RoutingInputs(
-        topk_ids=chosen, topk_weights=scores, topk_scores=scores, num_experts=shape.experts
-    )
-    weight = torch.zeros((shape.experts, shape.hidden))
-    compute = softmax_gate(weight, torch.zeros(shape.experts), shape.k)
-
-    def gate(hidden: Tensor) -> RoutingInputs:
-        compute(hidden)  # costs what a gate costs; the choice is the recorded one
-        return given
-
-    return Workload(
-        label=f"{shape.name}, {path.name} layer {layer}",
-        hidden=torch.randn((tokens, shape.hidden), generator=torch.Generator().manual_seed(0)),
-        gate=gate,
-        shape=shape,
-        origin=f"recorded routing, {path.name}, layer {layer}",
-    )
-
-
 def model_workload(model: Any, ids: Tensor, layer: int, name: str) -> tuple[Workload, nn.Module]:
     """One layer of a model on real text: its own experts, router and inputs.
 
     Args:
         model: in eval mode.
-        ids: [batch, length] token ids.
+        ids: [batch, length] token ids; a row is a request.
         layer: index among its MoE layers.
         name: for the report.
 
     Raises:
         ValueError: if the model has no such layer.
     """
-    from paceline.engines.transformers import attach
-
-    seen: dict[str, Any] = {}
-    with attach(model, "capacity_factor=1e9,mode=shadow,min_expert_load=0,unit=expert") as pace:
-        if not 0 <= layer < len(pace.layers):
-            raise ValueError(
-                f"layer {layer} is not allowed: the model has {len(pace.layers)} MoE layers."
-            )
-        attached = pace._layers[layer]
-        block, experts = attached.site.block, attached.site.experts
-        routed = attached._route
-
-        def keep(inputs: RoutingInputs) -> Any:
-            seen["inputs"] = inputs
-            return routed(inputs)
-
-        attached._route = keep  # type: ignore[method-assign]
-        hook = experts.register_forward_pre_hook(
-            lambda _, args: seen.__setitem__(
-                "hidden", args[0].reshape(-1, args[0].shape[-1]).clone()
-            )
-        )
-        try:
-            with torch.no_grad():
-                model(input_ids=ids)
-        finally:
-            hook.remove()
-            del attached._route
-        k, num_experts = attached.k, attached.num_experts
-    given: RoutingInputs = replace(seen["inputs"], token_request=None)
-    hidden: Tensor = seen["hidden"]
-    router: Any = getattr(block, "gate", None) or block.router
+    layers = capture(model, ids)
+    if not 0 <= layer < len(layers):
+        raise ValueError(f"layer {layer} is not allowed: the model has {len(layers)} MoE layers.")
+    router, experts, hidden = layers[layer].router, layers[layer].experts, layers[layer].hidden
+    given = replace(layers[layer].inputs, token_source=None)
 
     def gate(rows: Tensor) -> RoutingInputs:
         router(rows)
@@ -268,15 +190,23 @@ def model_workload(model: Any, ids: Tensor, layer: int, name: str) -> tuple[Work
     intermediate = (
         min(d for p in stacked for d in p.shape[1:] if d != hidden.shape[1]) if stacked else 0
     )
+    k, num_experts = given.topk_ids.shape[1], given.experts(None)
     shape = Shape(name, hidden.shape[1], intermediate, num_experts, k, 8)
     origin = f"{name} on real text, layer {layer}"
     return Workload(origin, hidden, gate, shape, origin), experts
 
 
+Compared = CapacityPolicy | Sequence[CapacityPolicy] | None
+"""A policy of a benchmark: one for all layers, one a layer, or None for no cap."""
+
+
 def parse_policies(
-    texts: Sequence[str], shares_batch: bool, any_load: bool = True
-) -> dict[str, CapacityPolicy | None]:
-    """Label -> policy; "none", no cap, always comes first.
+    texts: Sequence[str],
+    shares_batch: bool,
+    any_load: bool = True,
+    planned: Compared = None,
+) -> dict[str, Any]:
+    """Label -> policy, or one a layer; "none", no cap, always comes first, "plan" last.
 
     Where devices have a batch each and no pool is named, it is "source".
 
@@ -284,27 +214,41 @@ def parse_policies(
         texts: short forms of policies.
         shares_batch: whether all devices hold the same tokens.
         any_load: cap however small a batch is, unless min_expert_load is named.
+        planned: of a plan, compared under the label "plan".
 
     Raises:
         ValueError: on a bad policy, or one that can't be in this layout.
     """
-    policies: dict[str, CapacityPolicy | None] = {"none": None}
+    policies: dict[str, Any] = {"none": None}
     for text in texts:
-        if text == "none":
-            continue
-        policy = CapacityPolicy.parse(text)
-        if not policy.caps or policy.mode != "enforce":
-            raise ValueError(
-                f'policy {text!r} caps nothing: use "none" for the layer without a cap.'
-            )
-        if any_load and policy.min_expert_load == "auto":
-            policy = CapacityPolicy.parse(f"{text},min_expert_load=0")
-        if not shares_batch and "pool" not in policy.model_fields_set:
-            policy = policy.replace(pool="source")
-        if shares_batch and (policy.pool == "source" or policy.expand == "own_device"):
-            raise ValueError(
-                f"policy {text!r} needs tokens that live on a device: with a shared batch they "
-                'live on all; allowed is pool="batch" without expand="own_device".'
-            )
-        policies[text] = policy
+        if text != "none":
+            policy = CapacityPolicy.parse(text)
+            policies[text] = _compared(policy, text, shares_batch, any_load)
+    if isinstance(planned, CapacityPolicy):
+        policies["plan"] = _compared(planned, "plan", shares_batch, any_load)
+    elif planned is not None:
+        # a layer that a plan doesn't cap is meant: only all of them would compare nothing
+        caps = [policy for policy in planned if policy.caps] or list(planned)
+        checked = [_compared(policy, "plan", shares_batch, any_load) for policy in caps]
+        replaced = dict(zip(caps, checked, strict=True))
+        each = [replaced.get(policy, policy) for policy in planned]
+        policies["plan"] = each[0] if len(each) == 1 else each
     return policies
+
+
+def _compared(
+    policy: CapacityPolicy, text: str, shares_batch: bool, any_load: bool
+) -> CapacityPolicy:
+    """A policy as a benchmark means it."""
+    if not policy.caps or policy.mode != "enforce":
+        raise ValueError(f'policy {text!r} caps nothing: use "none" for the layer without a cap.')
+    if any_load and policy.min_expert_load == "auto":
+        policy = policy.replace(min_expert_load=0)
+    if not shares_batch and "pool" not in policy.model_fields_set:
+        policy = policy.replace(pool="source")
+    if shares_batch and (policy.pool == "source" or policy.expand == "own_device"):
+        raise ValueError(
+            f"policy {text!r} needs tokens that live on a device: with a shared batch they live on "
+            'all; allowed is pool="batch" without expand="own_device".'
+        )
+    return policy

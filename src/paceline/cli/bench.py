@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.errors import guarded
+from paceline.cli.decided import PlacementFile, PlanFile, decided, most_devices, named
+from paceline.cli.errors import check_writable, guarded
 
 bench = typer.Typer(
     name="bench",
@@ -56,6 +63,8 @@ def bench_layer_verb(
         float, typer.Option(help="Load of the busiest device, for a synthetic routing.")
     ] = 2.0,
     devices: Devices = None,
+    placement: PlacementFile = None,
+    plan: PlanFile = None,
     batch: Annotated[str, typer.Option(help="own: a batch a device; shared: one for all.")] = "own",
     rounds: Rounds = 5,
     out: Out = None,
@@ -77,19 +86,24 @@ def bench_layer_verb(
 
     if batch not in ("own", "shared"):
         raise ValueError(f"--batch {batch} is not allowed: it is own or shared.")
-    _check_folders(out, plot)
+    if model is not None and trace is not None:
+        raise ValueError("--model and --trace both name a routing: give one of them.")
+    if text and model is None:
+        raise ValueError("--text needs --model, which it runs through.")
+    check_writable(out, plot)
+    chosen = decided(devices, placement, plan)
     loaded = ids = None
     if model is not None:
         ranks = int(os.environ.get("WORLD_SIZE", 0))
-        loaded, ids = _model_and_text(model, text, tokens * (ranks or devices or 8))
-    policies = policy or _LAYER_POLICIES
-    with _ticking(rounds * (len(policies) + 1)) as tick:
+        loaded, ids = _model_and_text(model, text, tokens * (ranks or most_devices(chosen)))
+    policies = policy or ([] if chosen.policies else _LAYER_POLICIES)
+    with _ticking(rounds * (len(policies) + 1 + bool(chosen.policies))) as tick:
         results = bench_layer(
             shape=None if model is not None else named_shape(shape),
             policies=policies,
             tokens=tokens,
             rounds=rounds,
-            devices=devices,
+            plan=chosen,
             peak_to_mean=peak_to_mean,
             shares_batch=batch == "shared",
             trace=trace,
@@ -99,7 +113,7 @@ def bench_layer_verb(
             text_ids=ids,
             progress=tick,
         )
-    _finish(results, out, plot, as_json)
+    _finish(results | named(placement, plan), out, plot, as_json)
 
 
 @bench.command("model")
@@ -118,6 +132,8 @@ def bench_model_verb(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 256,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated for a prompt.")] = 16,
     devices: Devices = None,
+    placement: PlacementFile = None,
+    plan: PlanFile = None,
     rounds: Rounds = 5,
     out: Out = None,
     plot: Plot = None,
@@ -134,10 +150,11 @@ def bench_model_verb(
 
     from paceline.bench.run import bench_model
 
-    _check_folders(out, plot)
-    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    check_writable(out, plot)
+    chosen = decided(devices, placement, plan)
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
     if model.split(":")[0] == "random":
-        from paceline.bench.model import random_model_named
+        from paceline.bench.random_model import random_model_named
 
         loaded = random_model_named(model)
         size = loaded.config.vocab_size
@@ -152,8 +169,8 @@ def bench_model_verb(
             own: torch.Tensor = ids[rank * sequences : (rank + 1) * sequences]
             return own
 
-    policies = policy or _MODEL_POLICIES
-    with _ticking(rounds * (len(policies) + 1)) as tick:
+    policies = policy or ([] if chosen.policies else _MODEL_POLICIES)
+    with _ticking(rounds * (len(policies) + 1 + bool(chosen.policies))) as tick:
         results = bench_model(
             model=loaded,
             model_name=model,
@@ -161,11 +178,10 @@ def bench_model_verb(
             policies=policies,
             new_tokens=new_tokens,
             rounds=rounds,
-            devices=devices or 8,
+            plan=chosen,
             progress=tick,
         )
-    if rank == 0:
-        _finish(results, out, plot, as_json)
+    _finish(results | named(placement, plan), out, plot, as_json)
 
 
 def _model_and_text(
@@ -184,17 +200,14 @@ def _model_and_text(
     return loaded, torch.tensor(ids).view(-1, length)
 
 
-def _check_folders(*files: Path | None) -> None:
-    """Say before a long run, not after, that its results can't be written."""
-    for file in files:
-        if file is not None and not file.parent.is_dir():
-            raise ValueError(f"{file} can't be written: there is no folder {file.parent}")
+@contextmanager
+def _ticking(total: int) -> Iterator[Callable[[], None]]:
+    """Progress of the rounds, told by rank 0; yields what to call after each step."""
+    from paceline.cli.progress import progress
 
-
-def _ticking(total: int) -> Any:
-    from paceline.bench.console import ticking
-
-    return ticking(total, quiet=os.environ.get("RANK", "0") != "0")
+    with progress(quiet=os.environ.get("RANK", "0") != "0") as tell:
+        steps = count(1)
+        yield lambda: tell(next(steps), total, "timing")
 
 
 def _finish(results: dict[str, Any], out: Path | None, plot: Path | None, as_json: bool) -> None:
@@ -204,6 +217,11 @@ def _finish(results: dict[str, Any], out: Path | None, plot: Path | None, as_jso
     from paceline.bench.console import show
     from paceline.reporting.files import to_json, write_text
 
+    results |= {
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["paceline", *sys.argv[1:]]),
+        "seconds": None,
+    }
     if as_json:
         typer.echo(to_json(results), nl=False)
     else:
@@ -211,6 +229,6 @@ def _finish(results: dict[str, Any], out: Path | None, plot: Path | None, as_jso
     if out is not None:
         write_text(out, to_json(results), private=False)
     if plot is not None:
-        from paceline.bench.figure import page
+        from paceline.bench.page import bench_page
 
-        write_text(plot, page(results), private=False)
+        write_text(plot, bench_page(results), private=False)

@@ -63,15 +63,16 @@ def _show(results: Mapping[str, Any], out: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from paceline.demo.plan import KINDS
     from paceline.reporting.wording import percent, signed_percent, times
 
     console = Console(highlight=False)
     console.print(results["findings"]["headline"], style="bold")
     for line in results["findings"]["lines"]:
         console.print(f"- {line}", markup=False)
-    for kind, title in (("one_domain", "One-domain batches"), ("mixed", "Mixed batches")):
+    for kind, words in KINDS.items():
         table = Table(
-            title=title,
+            title=words.capitalize(),
             title_justify="left",
             box=box.SIMPLE,
             pad_edge=False,

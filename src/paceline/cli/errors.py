@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import typer
@@ -24,6 +25,23 @@ def sentence(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def check_writable(*files: Path | None) -> None:
+    """Say before a long run, not after it, that its results can't be written.
+
+    Raises:
+        ValueError: naming the file, and why.
+    """
+    for file in files:
+        if file is None:
+            continue
+        if not file.absolute().parent.is_dir():
+            raise ValueError(f"{file} can't be written: there is no folder {file.parent}.")
+        if file.is_dir():
+            raise ValueError(f"{file} can't be written: it is a folder.")
+        if not os.access(file.absolute().parent, os.W_OK):
+            raise ValueError(f"{file} can't be written: its folder is closed to you.")
+
+
 def guarded(verb: Callable[P, R]) -> Callable[P, R]:
     """Turn expected errors of a verb into one sentence on stderr.
 
@@ -35,6 +53,7 @@ def guarded(verb: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         # what a verb runs is one user's own text: nobody else shares its batches
         warnings.filterwarnings("ignore", message=".*share one budget")
+        warnings.filterwarnings("ignore", message=".*never applied")  # what a verb prints says so
         try:
             return verb(*args, **kwargs)
         except BrokenPipeError:  # the reader of a pipe went away

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime, timezone
 from enum import Enum
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.errors import guarded
+from paceline.cli.decided import PlacementFile, PlanFile, decided, named
+from paceline.cli.errors import check_writable, guarded
 
 
 class DTypeName(str, Enum):
@@ -31,7 +33,11 @@ def loads(
         list[str] | None,
         typer.Option(help="Text file, UTF-8; may be repeated. With demo also the name of a text."),
     ] = None,
-    devices: Annotated[int, typer.Option(help="Devices that share the experts.")] = 8,
+    devices: Annotated[
+        int | None, typer.Option(help="Devices that share the experts in order; 8 unless placed.")
+    ] = None,
+    placement: PlacementFile = None,
+    plan: PlanFile = None,
     policy: Annotated[
         str | None,
         typer.Option(help="What to apply, like capacity_factor=1.25; none: observe only."),
@@ -66,19 +72,22 @@ def loads(
       paceline loads demo
       paceline loads demo --text german --policy capacity_factor=1.25
       paceline loads ./my-moe --text prompts.txt --devices 8 --html loads.html
+      paceline loads ./my-moe --text prompts.txt --placement placed.toml
       paceline loads allenai/OLMoE-1B-7B-0924 --text a.txt --text b.txt --mix --json
     """
     from paceline.policy import CapacityPolicy
 
-    chosen = None if policy is None else CapacityPolicy.parse(policy)
+    chosen = decided(devices, placement, plan)
+    if policy is not None:
+        if chosen.policies:
+            raise ValueError(f"--policy and {plan} both name a policy: give one of them.")
+        chosen = replace(chosen, policies=(CapacityPolicy.parse(policy),))
     if shadow:
-        if chosen is None:
-            raise ValueError("--shadow needs a --policy to count for")
-        chosen = chosen.replace(mode="shadow")
-    if devices < 1:
-        raise ValueError(f"--devices must be at least 1, got {devices}")
-    if html is not None and not html.absolute().parent.is_dir():
-        raise ValueError(f"--html {html}: there is no folder {html.parent}")
+        if not chosen.policies:
+            raise ValueError("--shadow needs a --policy, or a plan with one, to count for.")
+        policies = tuple(each.replace(mode="shadow") for each in chosen.policies)
+        chosen = replace(chosen, policies=policies)
+    check_writable(html)
 
     from paceline.cli.models import load, read_texts
 
@@ -96,13 +105,13 @@ def loads(
             network,
             tokenizer,
             texts,
-            devices=devices,
-            policy=chosen,
+            plan=chosen,
             sampling=sampling,
             progress=tell,
         )
     result |= {
         "model": model,
+        **named(placement, plan),
         "verdict": verdict(result),
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["paceline", *sys.argv[1:]]),

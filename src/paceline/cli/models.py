@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
+from paceline.text import shortened
+
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 DEMO = "demo"
 DEMO_TEXT = "prose"
@@ -107,4 +109,4 @@ def _reason(name: str, error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     if "trust_remote_code" in text:
         return "it needs code of its own, which runs only with --trust-remote-code"
-    return text if len(text) <= 300 else text[:297] + "..."
+    return shortened(text, 300)

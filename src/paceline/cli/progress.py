@@ -15,9 +15,13 @@ _EVERY = 10.0  # seconds between two plain lines
 
 
 @contextmanager
-def progress() -> Iterator[Tell]:
-    """Yield a function to be told steps done, steps in all and what was just done."""
-    console = Console(stderr=True)
+def progress(quiet: bool = False) -> Iterator[Tell]:
+    """Yield a function to be told steps done, steps in all and what was just done.
+
+    Args:
+        quiet: show nothing, as every rank but the first does.
+    """
+    console = Console(stderr=True, quiet=quiet)
     if not console.is_terminal:
         yield _plain(console)
         return

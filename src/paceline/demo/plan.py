@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from paceline.policy import CapacityPolicy, Unit
 
 DEVICES = 8
-BASELINE = "none"
+BASELINE, HEADLINE = "none", "device-1.25-score"
+"""Keys of the entries that everything is compared with, and that headline and tiles tell of."""
+
+KINDS = {"one_domain": "one-domain batches", "mixed": "mixed batches"}
+"""Kinds of batches: key in results.json -> what people call them."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ class Plan:
     @classmethod
     def quick(cls) -> Plan:
         """A reduced run that shows that everything works; its figures mean little."""
-        wanted = (BASELINE, "device-1.25-score", "expanded-1.25", "expert-1-score")
+        wanted = (BASELINE, HEADLINE, "expanded-1.25", "expert-1-score")
         entries = [entry for entry in all_entries() if entry.key in wanted]
         return cls(
             entries,

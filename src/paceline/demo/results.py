@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
-from paceline.analysis.emulate import paired_ratios
 from paceline.analysis.loads import percentile
+from paceline.bench.spread import ratios
 from paceline.demo.plan import BASELINE, Plan
 from paceline.demo.study import PolicyRun, balance, drops, flat, layer_tables
 from paceline.evaluation.perplexity import as_dict, change
@@ -25,6 +24,7 @@ def describe(model: Any, placement: Any) -> dict[str, Any]:
         "experts_per_token": model.config.num_experts_per_tok,
         "devices": placement.num_devices,
         "experts_per_device": list(placement.sizes),
+        "expert_to_device": list(placement.expert_to_device),
     }
 
 
@@ -78,11 +78,9 @@ def policies(plan: Plan, runs: Runs, timing: Mapping[str, Any]) -> list[dict[str
                     "perplexity_change": as_dict(
                         change(by_key[entry.counterpart].losses, run.losses)
                     ),
-                    "speedup": asdict(
-                        paired_ratios(
-                            timing[kind][entry.counterpart]["seconds"],
-                            timing[kind][entry.key]["seconds"],
-                        )
+                    "speedup": ratios(
+                        timing[kind][entry.counterpart]["seconds"],
+                        timing[kind][entry.key]["seconds"],
                     ),
                 }
         rows.append(row)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.demo.assets import domains, load_model, read_text
-from paceline.demo.plan import BASELINE, DEVICES, Plan
+from paceline.demo.plan import BASELINE, DEVICES, KINDS, Plan
 from paceline.demo.results import describe, example, policies, stragglers
 from paceline.demo.study import PolicyRun, run_policy
 from paceline.demo.wording import findings
@@ -18,8 +18,7 @@ from paceline.evaluation.batches import Batch, cut, mixed, separate, tokens_by_s
 Progress = Callable[[int, int, str], None]
 """Called with steps done, steps in all and what was just done."""
 
-SCHEMA = "paceline-demo/1"
-KINDS = {"one_domain": "one-domain batches", "mixed": "mixed batches"}
+SCHEMA = "paceline-demo/2"
 
 
 class _Steps:
@@ -61,7 +60,8 @@ def run_demo(
         FileNotFoundError: if the model or the texts are missing from the installation.
         OSError: if `out` can't be written.
     """
-    from paceline.analysis.emulate import REPEATS
+    from paceline.bench.emulated import CLOCK
+    from paceline.demo.timing import REPEATS
     from paceline.engines.transformers import attach
     from paceline.placement import ExpertPlacement
     from paceline.reporting.environment import environment
@@ -116,6 +116,7 @@ def run_demo(
             "threads": 1,
             "rounds": plan.rounds,
             "repeats": REPEATS,
+            "clock": CLOCK,
             "experts_implementation": getattr(model.config, "_experts_implementation", None),
             "batches": {kind: [list(_sources(b)) for b in timed[kind]] for kind in KINDS},
         },
@@ -123,7 +124,7 @@ def run_demo(
     results["findings"] = findings(results)
     results["seconds"] = round(time.perf_counter() - started, 1)
     if out is not None:
-        from paceline.reporting.demo_page import write_demo
+        from paceline.demo.page import write_demo
 
         write_demo(results, Path(out))
     return results

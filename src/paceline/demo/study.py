@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.analysis.loads import add_loads, combine_peaks, straggler_loss
+from paceline.analysis.loads import add_loads, combine_peaks
+from paceline.balance import straggler_loss
 from paceline.evaluation.batches import Batch
 from paceline.evaluation.perplexity import Losses, batch_losses
 

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from paceline.analysis.emulate import (
-    keep_freed_memory,
-    paired_ratios,
-    split_by_device,
-    time_policies,
-)
-from paceline.demo.plan import DEVICES, Entry
+from paceline.bench.captured import capture
+from paceline.bench.emulated import split_by_device, time_in_turn
+from paceline.bench.machine import keep_freed_memory
+from paceline.bench.spread import ratios
+from paceline.demo.plan import Entry
 from paceline.evaluation.batches import Batch
 from paceline.placement import ExpertPlacement
-from paceline.routing import RoutingInputs, route
+from paceline.routing import route
+
+REPEATS = 2
+"""Runs of a device in a round, the fastest of which counts."""
 
 
 @dataclass
@@ -33,48 +33,6 @@ class Timing:
         return Timing(seconds, self.busiest_rows + other.busiest_rows)
 
 
-def capture_layers(model: Any, batch: Batch) -> list[tuple[Any, Tensor, RoutingInputs]]:
-    """Experts module, its input [tokens, hidden] and the routing of every layer, without a cap.
-
-    Fits the demo model (OLMoE): the router returns its logits first, scores are their softmax.
-    Row i of B lives on emulated device i * DEVICES // B.
-    """
-    seen: dict[str, list[Any]] = {"logits": [], "calls": []}
-    hooks = []
-    for layer in model.model.layers:
-        hooks.append(
-            layer.mlp.gate.register_forward_hook(lambda _m, _a, out: seen["logits"].append(out[0]))
-        )
-        hooks.append(
-            layer.mlp.experts.register_forward_pre_hook(
-                lambda module, args: seen["calls"].append((module, *args))
-            )
-        )
-    try:
-        with torch.inference_mode():
-            model.model(input_ids=batch.ids, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    captured: list[tuple[Any, Tensor, RoutingInputs]] = []
-    for logits, (module, hidden, ids, weights) in zip(seen["logits"], seen["calls"], strict=True):
-        inputs = RoutingInputs(
-            topk_ids=ids,
-            topk_weights=weights,
-            scores=logits.float().softmax(-1),
-            token_source=row_devices(batch, DEVICES),
-            layer=len(captured),
-        )
-        captured.append((module, hidden, inputs))
-    return captured
-
-
-def row_devices(batch: Batch, devices: int) -> Tensor:
-    """Device on which each token lives when row i of B is on device i * devices // B, [tokens]."""
-    rows, length = batch.ids.shape
-    return (torch.arange(rows) * devices // rows).repeat_interleave(length)
-
-
 def time_batch(
     model: Any, batch: Batch, entries: Sequence[Entry], placement: ExpertPlacement, rounds: int
 ) -> dict[str, Timing]:
@@ -84,14 +42,14 @@ def time_batch(
     kind of rows and only their number differs.
     """
     totals = {entry.key: Timing([0.0] * rounds, 0) for entry in entries}
-    for experts, hidden, inputs in capture_layers(model, batch):
+    for layer in capture(model, batch.ids, placement.num_devices):
         work = {}
         for entry in entries:
-            assignment = route(inputs, entry.policy, placement)
+            assignment = route(layer.inputs, entry.policy, placement)
             work[entry.key] = split_by_device(
-                hidden, assignment.topk_ids, assignment.topk_weights, placement.expert_to_device
+                layer.hidden, assignment.topk_ids, assignment.topk_weights, placement
             )
-        for key, seconds in time_policies(experts, work, rounds).items():
+        for key, seconds in time_in_turn(layer.experts, work, rounds, REPEATS).items():
             totals[key] += Timing(seconds, max(part.rows for part in work[key]))
     return totals
 
@@ -107,7 +65,7 @@ def time_batches(
     """`time_batch` on one thread, times and rows summed over several batches.
 
     Returns, per policy: `seconds` of every round, `speedup` (no cap / policy within each round:
-    median, minimum, maximum), `busiest_device_rows`, and `bound`, the speed-up that the loads
+    minimum, median, maximum), `busiest_device_rows`, and `bound`, the speed-up that the loads
     allow: rows of the busiest device without a cap / with the policy.
     """
     keep_freed_memory()
@@ -125,7 +83,7 @@ def time_batches(
     return {
         key: {
             "seconds": timing.seconds,
-            "speedup": asdict(paired_ratios(base.seconds, timing.seconds)),
+            "speedup": ratios(base.seconds, timing.seconds),
             "busiest_device_rows": timing.busiest_rows,
             "bound": base.busiest_rows / timing.busiest_rows,
         }

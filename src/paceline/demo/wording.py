@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from paceline.demo.plan import HEADLINE, KINDS
 from paceline.reporting.wording import percent, signed_percent, times
 
-HEADLINE = "device-1.25-score"
 _SMALL_GAIN = 1.02  # a median speed-up below this is not worth the name
 _SMALL_CHANGE = 0.0005
-_WORDS = {"one_domain": "one-domain batches", "mixed": "mixed batches"}
 
 
 def certain(change: Mapping[str, Any]) -> bool:
@@ -34,12 +33,12 @@ def cost(change: Mapping[str, Any]) -> str:
 def gain(emulated: Mapping[str, Any]) -> str:
     """What a policy does to the slowest emulated device's expert time, in words."""
     ratio = emulated["speedup"]
-    spread = f"{times(ratio['median'])} (from {ratio['minimum']:.2f} to {ratio['maximum']:.2f})"
+    spread = f"{times(ratio['median'])} (from {ratio['min']:.2f} to {ratio['max']:.2f})"
     if ratio["median"] < 1 / _SMALL_GAIN:
         return f"slows the slowest emulated device down: {spread} as fast"
     if ratio["median"] < _SMALL_GAIN:
         return f"saves the slowest emulated device no time worth the name: {spread} as fast"
-    sure = "" if ratio["minimum"] > 1 else ", though not in every round"
+    sure = "" if ratio["min"] > 1 else ", though not in every round"
     return f"makes the slowest emulated device's expert work {spread} as fast{sure}"
 
 
@@ -55,7 +54,7 @@ def headline(results: Mapping[str, Any]) -> str:
     )
     saving = "saves the slowest device no expert time (emulated)"
     if ratio["median"] >= _SMALL_GAIN:
-        sure = "emulated" if ratio["minimum"] > 1 else "emulated, not in every round"
+        sure = "emulated" if ratio["min"] > 1 else "emulated, not in every round"
         saving = f"makes the slowest device's expert work {times(ratio['median'])} as fast ({sure})"
     return (
         f"The busiest of {results['model']['devices']} devices carries "
@@ -66,9 +65,9 @@ def headline(results: Mapping[str, Any]) -> str:
 
 def findings(results: Mapping[str, Any]) -> dict[str, Any]:
     """Headline and the list of findings, all computed from the results."""
-    lines: list[str | None] = [_waiting(results, kind) for kind in _WORDS]
+    lines: list[str | None] = [_waiting(results, kind) for kind in KINDS]
     lines += [
-        *(_cap(results, kind) for kind in _WORDS),
+        *(_cap(results, kind) for kind in KINDS),
         _device_or_expert(results),
         _score_or_random(results),
     ]
@@ -91,7 +90,7 @@ def _waiting(results: Mapping[str, Any], kind: str) -> str:
     peak = overall["device_peak_to_mean"]
     verdict = "There is little to gain here." if overall["straggler_loss"] < 0.05 else ""
     return (
-        f"On {_WORDS[kind]} an average device waits {percent(overall['straggler_loss'], 0)} of the "
+        f"On {KINDS[kind]} an average device waits {percent(overall['straggler_loss'], 0)} of the "
         f"expert time for the busiest one ({times(peak)} the mean; worst layer and batch "
         f"{times(overall['device_peak_to_mean_worst'])}). Perfect balance would make the expert "
         f"part at most {times(peak)} as fast. {verdict}"
@@ -103,7 +102,7 @@ def _cap(results: Mapping[str, Any], kind: str) -> str:
     part = row[kind]
     worst, change = max(part["perplexity_change"]["by_domain"].items(), key=lambda item: item[1])
     return (
-        f"Capping devices at {row['capacity_factor']:g}× the mean on {_WORDS[kind]} drops "
+        f"Capping devices at {row['capacity_factor']:g}× the mean on {KINDS[kind]} drops "
         f"{percent(part['dropped_share'])} of the assignments, {cost(part['perplexity_change'])} "
         f"(most on {worst}: {signed_percent(change)}), and {gain(part['emulated'])}."
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+from paceline.numbers import whole_number
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
+from paceline.text import shortened
 
 PolicyLike: TypeAlias = "CapacityPolicy | str | None"
 PoliciesLike: TypeAlias = "PolicyLike | Sequence[PolicyLike]"
@@ -72,15 +73,16 @@ def read_placement(placement: Any, num_experts: int, layer: str = "") -> ExpertP
     """
     if placement is None:
         return None
-    count = _whole(placement)
+    count = whole_number(placement)
     if count is not None:
         return ExpertPlacement.contiguous(num_experts, count)
     if _whole_numbers(placement):
-        placement = ExpertPlacement.explicit([operator.index(device) for device in placement])
+        placement = ExpertPlacement.explicit(list(placement))
     if not isinstance(placement, ExpertPlacement):
         raise ValueError(
-            f"placement={placement!r} is not allowed: it is an ExpertPlacement, a number of "
-            "devices, a list with the device of each expert, or a sequence with one a layer."
+            f"placement={shortened(repr(placement))} is not allowed: it is an ExpertPlacement, a "
+            "number of devices, a list with the device of each expert, or a sequence with one a "
+            "layer."
         )
     if placement.num_experts != num_experts:
         raise ValueError(
@@ -113,21 +115,11 @@ def placement_for(placement: Any, layer: int, layers: int) -> Any:
     return placement[layer]
 
 
-def _whole(value: Any) -> int | None:
-    """A whole number of any library's, None for anything else; a bool is none."""
-    if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
-
-
 def _whole_numbers(values: Any) -> bool:
     """Whether it is a list, a tuple or a flat array of whole numbers."""
     if isinstance(values, (str, bytes, ExpertPlacement)) or not hasattr(values, "__len__"):
         return False
     try:
-        return len(values) > 0 and all(_whole(value) is not None for value in values)
+        return len(values) > 0 and all(whole_number(value) is not None for value in values)
     except TypeError:
         return False

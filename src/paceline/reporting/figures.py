@@ -17,6 +17,7 @@ from paceline.reporting.style import (
     FAMILY_LABELS,
     FAMILY_SYMBOLS,
     MUTED,
+    PALE,
     axis,
     layout,
 )
@@ -25,15 +26,14 @@ Figure = dict[str, Any]
 FLOOR = 0.01  # percent; smaller changes are drawn here on the logarithmic axis
 
 
-def relative(loads: Sequence[float], sizes: Sequence[int] | None = None) -> list[float]:
-    """Loads divided by their unit's mean, rounded for the page, [units]."""
-    sizes = [1] * len(loads) if sizes is None else sizes
-    total, experts = sum(loads), sum(sizes)
-    if total <= 0:
-        return [0.0] * len(loads)
-    return [
-        round(x * experts / (total * n), 4) if n else 0.0 for x, n in zip(loads, sizes, strict=True)
-    ]
+def relative(loads: Sequence[float]) -> list[float]:
+    """Loads divided by their mean, rounded for the page, [units].
+
+    >>> relative([6, 2])
+    [1.5, 0.5]
+    """
+    total = sum(loads)
+    return [round(load * len(loads) / total, 4) if total > 0 else 0.0 for load in loads]
 
 
 def peak_bars(names: Sequence[str], device: Sequence[float], expert: Sequence[float]) -> Figure:
@@ -52,7 +52,7 @@ def peak_bars(names: Sequence[str], device: Sequence[float], expert: Sequence[fl
         }
         for title, values, colour in (
             ("busiest device", device, ACCENT),
-            ("busiest expert", expert, "#b9cfd8"),
+            ("busiest expert", expert, PALE),
         )
     ]
     return {
@@ -75,7 +75,7 @@ def layer_peaks(names: Sequence[str], series: Mapping[str, Sequence[float]]) -> 
         names: layers, [layers].
         series: title -> load / mean load, [layers].
     """
-    colours = {"busiest device": BEFORE, "with the policy": AFTER, "busiest expert": "#9fb6c1"}
+    colours = {"busiest device": BEFORE, "with the policy": AFTER, "busiest expert": PALE}
     data = [
         {
             "type": "scatter",
@@ -105,7 +105,7 @@ def device_bars(
     """Device loads (relative to the mean before) without a cap and with it."""
     devices = [f"device {device}" for device in range(len(before))]
     series = {"no cap": before, **after}
-    colours = [BEFORE, AFTER, "#6a4fb3"]
+    colours = [BEFORE, AFTER]
     return {
         "data": [
             {

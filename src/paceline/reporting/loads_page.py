@@ -41,8 +41,8 @@ def loads_page(result: Mapping[str, Any]) -> str:
     }
     if len({layer["experts"] for layer in layers}) == 1:  # one map needs one number of experts
         loads = [figures.relative(layer["expert_loads_before"]) for layer in layers]
-        sizes = layers[0]["experts_per_device"]
-        plots["map"] = load_map({"": loads}, sizes, [f"layer {name}" for name in names])
+        devices = [layer["expert_to_device"] for layer in layers]
+        plots["map"] = load_map({"": loads}, devices, [f"layer {name}" for name in names])
     return render(
         "loads.html.j2", plots, title="Paceline: expert loads", results=result, plots=list(plots)
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from paceline.reporting.style import PAGE
 from paceline.reporting.wording import percent, signed_percent, times
 
 
@@ -28,5 +29,5 @@ def render(template: str, figures: Mapping[str, Any], **values: Any) -> str:
     )
     environment.filters |= {"percent": percent, "signed": signed_percent, "times": times}
     return environment.get_template(template).render(
-        figures=figures, plotly_js=get_plotlyjs(), **values
+        figures=figures, plotly_js=get_plotlyjs(), colours=PAGE, **values
     )

@@ -5,7 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 INK, MUTED, GRID, PAPER = "#1d2733", "#5b6875", "#e3e8ee", "#ffffff"
-ACCENT, BEFORE, AFTER = "#0b6e8f", "#c8553d", "#0b6e8f"
+ACCENT, BEFORE, AFTER, PALE = "#0b6e8f", "#c8553d", "#0b6e8f", "#a9c1cc"
+PAGE = {
+    "ink": INK,
+    "muted": MUTED,
+    "line": "#dde4ea",
+    "paper": PAPER,
+    "wash": "#f4f7f9",
+    "accent": ACCENT,
+}
+"""Colours of a page around its figures."""
+
+STAGE_COLOURS = {
+    "gate": "#8d99a6",
+    "route": "#c8553d",
+    "dispatch": "#6a4fb3",
+    "experts": "#0b6e8f",
+    "combine": "#d08a1d",
+}
+"""Of the stages of a MoE layer."""
 
 FAMILY_COLOURS = {
     "no cap": "#5b6875",

@@ -76,38 +76,28 @@ class RoutingInputs:
             raise ValueError(f"topk_ids has shape {list(shape)}: allowed is [tokens, k], k >= 1.")
         if ids.dtype not in _WIDE:
             object.__setattr__(self, "topk_ids", expert_ids(ids))
-        checks: list[tuple[str, Any, Sequence[int], tuple[torch.dtype, ...]]] = [
-            ("topk_weights", self.topk_weights, shape, _FLOATS),
-            ("topk_scores", self.topk_scores, shape, _FLOATS),
-        ]
+        _check("topk_weights", self.topk_weights, shape, _FLOATS, device)
+        # One by one, and nothing done for what is absent: this is on the path of every layer.
         if scores is not None:
             if isinstance(scores, Tensor) and (scores.dim() != 2 or scores.shape[0] != shape[0]):
                 raise ValueError(
                     f"scores has shape {list(scores.shape)}: allowed is [{shape[0]}, experts]."
                 )
-            checks.append(("scores", scores, getattr(scores, "shape", shape), _FLOATS))
-        for name, flags in (("valid", self.valid), ("token_decode", self.token_decode)):
-            checks.append((name, flags, shape[:1], _FLAGS))
-        for name, labels in (
-            ("token_source", self.token_source),
-            ("token_request", self.token_request),
-            ("token_priority", self.token_priority),
-        ):
-            checks.append((name, labels, shape[:1], _INTEGERS))
-        for name, tensor, allowed, dtypes in checks:
-            if tensor is None and name != "topk_weights":
-                continue
-            if not isinstance(tensor, Tensor):
-                raise _no_tensor(name, tensor)
-            if tensor.shape != allowed:
-                raise ValueError(
-                    f"{name} has shape {list(tensor.shape)}: allowed is {list(allowed)}."
-                )
-            if tensor.dtype not in dtypes:
-                raise ValueError(f"{name} has dtype {tensor.dtype}: allowed is {_NAMES[dtypes]}.")
-            if tensor.device != device:
-                raise ValueError(f"{name} is on {tensor.device}: allowed is {device}, as topk_ids.")
-        self._check_numbers()
+            _check("scores", scores, None, _FLOATS, device)
+        if self.topk_scores is not None:
+            _check("topk_scores", self.topk_scores, shape, _FLOATS, device)
+        if self.valid is not None:
+            _check("valid", self.valid, shape[:1], _FLAGS, device)
+        if self.token_source is not None:
+            _check("token_source", self.token_source, shape[:1], _INTEGERS, device)
+        if self.token_request is not None:
+            _check("token_request", self.token_request, shape[:1], _INTEGERS, device)
+        if self.token_priority is not None:
+            _check("token_priority", self.token_priority, shape[:1], _INTEGERS, device)
+        if self.token_decode is not None:
+            _check("token_decode", self.token_decode, shape[:1], _FLAGS, device)
+        if not (self.num_experts is None and type(self.layer) is type(self.step) is int):
+            self._check_numbers()
 
     def _check_numbers(self) -> None:
         """The fields that are no tensors; whole numbers of other libraries become Python's."""
@@ -178,6 +168,24 @@ def expert_ids(ids: Tensor) -> Tensor:
 def static(size: int) -> int:
     """A size that a compiler shall take as a constant: k and E, never the number of tokens."""
     return operator.index(size)
+
+
+def _check(
+    name: str,
+    tensor: Any,
+    shape: Sequence[int] | None,
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> None:
+    """Refuse what is no tensor of this shape (None: any), one of these dtypes, on this device."""
+    if not isinstance(tensor, Tensor):
+        raise _no_tensor(name, tensor)
+    if shape is not None and tensor.shape != shape:
+        raise ValueError(f"{name} has shape {list(tensor.shape)}: allowed is {list(shape)}.")
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name} has dtype {tensor.dtype}: allowed is {_NAMES[dtypes]}.")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}: allowed is {device}, as topk_ids.")
 
 
 def _no_tensor(name: str, value: Any) -> ValueError:

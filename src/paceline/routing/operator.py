@@ -5,6 +5,7 @@ It is opaque to the compiler; inside runs the usual backend."""
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,31 +18,34 @@ from paceline.routing.inputs import RoutingInputs
 from paceline.routing.survivors import Survivors
 
 
-def survivors_in_graph(budget: Budget) -> Survivors:
-    """`paceline.routing.cap.survivors` as a single node of a graph."""
+def survivors_in_graph(budget: Budget) -> tuple[Survivors, Tensor]:
+    """`paceline.routing.cap.survivors` and [pools, units] capacities, as a single node of a graph.
+
+    Capacities are worked out with fractions, which a compiler can't follow where it takes whole
+    numbers as unknown (dynamic=True).
+    """
     inputs, placement = budget.inputs, budget.placement
     step = inputs.step
     if not isinstance(step, Tensor):
         step = torch.full((), step, dtype=torch.int64, device=budget.device)
-    return Survivors(
-        *_cap(
-            inputs.topk_ids,
-            inputs.topk_weights,
-            inputs.scores,
-            inputs.topk_scores,
-            inputs.valid,
-            inputs.token_source,
-            inputs.token_request,
-            inputs.token_priority,
-            inputs.token_decode,
-            step,
-            inputs.layer,
-            budget.policy.json_form,
-            list(placement.expert_to_device),
-            placement.num_devices,
-            budget.slots,
-        )
+    *left, capacity = _cap(
+        inputs.topk_ids,
+        inputs.topk_weights,
+        inputs.scores,
+        inputs.topk_scores,
+        inputs.valid,
+        inputs.token_source,
+        inputs.token_request,
+        inputs.token_priority,
+        inputs.token_decode,
+        step,
+        inputs.layer,
+        budget.policy.json_form,
+        list(placement.expert_to_device),
+        placement.num_devices,
+        budget.slots,
     )
+    return Survivors(*left), capacity
 
 
 @torch.library.custom_op("paceline::cap", mutates_args=())
@@ -61,7 +65,7 @@ def _cap(
     expert_to_device: list[int],
     num_devices: int,
     slots: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     inputs = RoutingInputs(
         topk_ids,
         topk_weights,
@@ -76,17 +80,22 @@ def _cap(
         step=step,
     )
     placement = ExpertPlacement(tuple(expert_to_device), num_devices)
-    left = survivors(Budget(inputs, _policy(policy), placement))
-    return left.ids, left.weights, left.kept
+    budget = Budget(inputs, _policy(policy), placement)
+    left = survivors(budget)
+    return left.ids, left.weights, left.kept, budget.capacity(budget.policy.factor)
 
 
 @_cap.register_fake
-def _(topk_ids: Tensor, topk_weights: Tensor, *others: int) -> tuple[Tensor, Tensor, Tensor]:
-    shape = (topk_ids.shape[0], others[-1])
+def _(topk_ids: Tensor, topk_weights: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    rows, (text, expert_to_device, devices, slots) = topk_ids.shape[0], others[-4:]
+    policy = _policy(text)
+    pools = {"batch": 1, "source": devices, "request": rows}[policy.pool]
+    units = devices if policy.unit == "device" else len(expert_to_device)
     return (
-        topk_ids.new_empty(shape, dtype=torch.int64),
-        topk_weights.new_empty(shape),
-        topk_ids.new_empty(shape, dtype=torch.bool),
+        topk_ids.new_empty((rows, slots), dtype=torch.int64),
+        topk_weights.new_empty((rows, slots)),
+        topk_ids.new_empty((rows, slots), dtype=torch.bool),
+        topk_ids.new_empty((pools, units), dtype=torch.int64),
     )
 
 

@@ -64,5 +64,4 @@ def priority_key(inputs: RoutingInputs, policy: CapacityPolicy) -> Tensor | None
         classes = priority.long().clamp(-_HIGHEST - 1, _HIGHEST)
     if decode is not None:
         classes = torch.where(decode, _DECODE, classes)
-    assert 2 * _DECODE < 1 << PRIORITY_BITS
-    return _DECODE - classes
+    return _DECODE - classes  # from 0 to 2 * 128

@@ -35,22 +35,34 @@ def route(
 
     Raises:
         ValueError: if the policy needs an input that is missing, or its cap can never bind.
+
+    >>> inputs = RoutingInputs(torch.tensor([[0], [0], [1]]), torch.ones(3, 1), num_experts=2)
+    >>> route(inputs, CapacityPolicy(gamma=0.6, keep="first", min_expert_load=0)).topk_ids.tolist()
+    [[0], [2], [1]]
     """
+    if not isinstance(inputs, RoutingInputs):
+        raise _wrong("inputs", inputs, RoutingInputs)
+    if not isinstance(policy, CapacityPolicy):
+        raise _wrong("policy", policy, CapacityPolicy)
+    if placement is not None and not isinstance(placement, ExpertPlacement):
+        raise _wrong("placement", placement, ExpertPlacement)
     num_experts = inputs.experts(placement)
     if placement is None:
         placement = _alone(num_experts)
     budget = Budget(inputs, policy, placement)
     check_binding(policy, placement, budget.k)
-    bounded = None
+    bounded = capacity = None
     if policy.caps:
-        compiling = torch.compiler.is_compiling()
-        bounded = survivors_in_graph(budget) if compiling else survivors(budget)
+        if torch.compiler.is_compiling():
+            bounded, capacity = survivors_in_graph(budget)
+        else:
+            bounded = survivors(budget)
     if bounded is not None and policy.mode == "enforce":
         shown = bounded
     else:
         chosen = topk_candidates(inputs, num_experts)
         shown = Survivors.of(chosen, chosen.offered)
-    return Assignment(
+    assignment = Assignment(
         topk_ids=shown.ids,
         topk_weights=shown.weights,
         kept=shown.kept,
@@ -58,6 +70,9 @@ def route(
         budget=budget,
         bounded_ids=(bounded or shown).ids,
     )
+    if capacity is not None:
+        assignment.capacity = capacity
+    return assignment
 
 
 def check_binding(policy: CapacityPolicy, placement: ExpertPlacement, k: int) -> None:
@@ -68,16 +83,20 @@ def check_binding(policy: CapacityPolicy, placement: ExpertPlacement, k: int) ->
     """
     if not policy.caps:
         return
-    assert policy.factor is not None
-    if policy.unit == "device" and placement.num_devices == 1 and policy.factor >= 1:
+    factor = policy.capacity_factor
+    if policy.unit == "device" and placement.num_devices == 1 and (factor or 0) >= 1:
         raise ValueError(
-            f'capacity_factor={policy.capacity_factor} with unit="device" on 1 device can never '
+            f'capacity_factor={factor} with unit="device" on 1 device can never '
             'bind: allowed is a factor < 1, more devices, or unit="expert".'
         )
     if policy.max_experts is not None and policy.max_experts < k:
         raise ValueError(
             f"max_experts={policy.max_experts} is not allowed: it is at least k, here {k}."
         )
+
+
+def _wrong(name: str, value: object, allowed: type) -> ValueError:
+    return ValueError(f"{name} is a {type(value).__name__}: allowed is a {allowed.__name__}.")
 
 
 @lru_cache(maxsize=64)

@@ -123,7 +123,8 @@ class LoadAccumulator:
             topk_ids: [tokens, k] expert ids, any integer dtype.
             valid: [tokens] bool, or None: every token.
         """
-        topk_ids = expert_ids(topk_ids)
+        if not (isinstance(topk_ids, Tensor) and topk_ids.dtype is torch.int64):
+            topk_ids = expert_ids(topk_ids)
         if torch.compiler.is_compiling():
             self._count_one(topk_ids, valid)  # a growing list would recompile at every forward
             return

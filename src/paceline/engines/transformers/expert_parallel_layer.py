@@ -191,14 +191,16 @@ def route_together(
             f'keep={policy.keep!r} with pool="batch" and a batch a rank: a registered metric knows '
             'only this rank\'s tokens; allowed is pool="source".'
         )
-    rows = inputs.topk_ids.shape[0]
+    ids = inputs.topk_ids.long()
+    in_range = (ids >= 0) & (ids < parallel.num_experts)  # what is no expert must not become one
+    rows = ids.shape[0]
     scores = inputs.scores if policy.expand is not None else None
     chosen = inputs.topk_scores
     if scores is None and inputs.scores is not None:
-        chosen = inputs.scores.float().gather(1, inputs.topk_ids.long())
+        chosen = inputs.scores.float().gather(1, torch.where(in_range, ids, 0))
     known = scores if scores is not None else chosen
     weights = inputs.topk_weights
-    columns = [inputs.topk_ids.int(), _bits(weights)]
+    columns = [torch.where(in_range, ids, -1).int(), _bits(weights)]
     columns += [] if known is None else [_bits(known)]
     columns += [_flags(inputs).unsqueeze(1)]
     packed, sizes = parallel.link.all_gather(

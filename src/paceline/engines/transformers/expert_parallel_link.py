@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.text import shortened
+
 TIMEOUT_VARIABLE = "PACELINE_EP_TIMEOUT"
 """Environment variable: seconds to wait for the other ranks (gloo); NCCL keeps its group's own."""
 _DEFAULT_TIMEOUT = 300.0
@@ -125,8 +127,8 @@ class Link:
         for rank, other in enumerate(said):
             if other != said[0]:
                 raise ValueError(
-                    f"{name} is not the same on all ranks: rank 0 has {_shown(said[0])}, "
-                    f"rank {rank} has {_shown(other)}."
+                    f"{name} is not the same on all ranks: rank 0 has {shortened(said[0], 120)}, "
+                    f"rank {rank} has {shortened(other, 120)}."
                 )
 
     @property
@@ -156,7 +158,3 @@ class Link:
             raise ExpertParallelError(
                 f"rank {self.rank} of {self.size} gives up in {what}: {why}: {cause}"
             ) from error
-
-
-def _shown(text: str) -> str:
-    return text if len(text) <= 120 else text[:117] + "..."

@@ -42,8 +42,11 @@ class Generation:
 class Owner(Protocol):
     """What a model's stand-ins share."""
 
-    here: Any  # `generation` of the calling thread, among others
     switch: Switch
+
+    @property
+    def here(self) -> Any:
+        """What is running in the calling thread, its `generation` among it."""
 
     def prompt_alone(self) -> bool:
         """Whether a prompt must be processed alone, without guessed tokens behind it."""
@@ -135,11 +138,12 @@ class _Followed(StoppingCriteriaList):  # type: ignore[misc]
 
 
 class _FirstNothing:
-    """Guesses nothing the first time."""
+    """Throws away what is guessed the first time, as if the model had rejected it all."""
 
     def __init__(self, guesser: Any) -> None:
         self._guesser, self._guess = guesser, guesser.get_candidates
 
     def __call__(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         self._guesser.get_candidates = self._guess
+        self._guess(input_ids, *args, **kwargs)  # a model that guesses has to read the prompt too
         return input_ids, None

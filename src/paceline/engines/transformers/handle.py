@@ -229,8 +229,8 @@ class Pace:
         if not capped or any(layer.capped_forwards for layer in capped):
             return False
         warnings.warn(
-            f'the cap of "{stats.policy}" never applied in {capped[0].forwards} forwards: none gave '
-            f"an expert {capped[0].min_expert_load:g} tokens on average (min_expert_load), or all "
+            f'the cap of "{stats.policy}" never applied in {capped[0].forwards} forwards: none gave'
+            f" an expert {capped[0].min_expert_load:g} tokens on average (min_expert_load), or all "
             "of them only decoded.",
             CapNeverAppliedWarning,
             stacklevel=3,

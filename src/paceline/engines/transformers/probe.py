@@ -21,6 +21,8 @@ from paceline.engines.transformers.modules import (
     LayerModules,
     spread_over_ranks,
 )
+from paceline.text import shortened
+from paceline.text import shortened
 
 PROBE_ROWS = 64
 
@@ -68,7 +70,7 @@ def probe(modules: LayerModules, seed: int = 0) -> Probe:
                 except _NotTheSeam as error:
                     raise ValueError(f"layer {modules.name} can't be handled: {error}.") from None
                 except Exception as error:  # another size, or the router alone, may work
-                    reason = f"its forward couldn't be run on random rows ({_short(error)})"
+                    reason = f"its forward couldn't be run on random rows ({_line(error)})"
                     continue
                 if run is _run_block and found.logits is not None:
                     spread = float(found.logits.float().std())
@@ -263,6 +265,5 @@ def _flat(t: Tensor) -> Tensor:
     return t.reshape(-1, t.shape[-1])
 
 
-def _short(error: Exception) -> str:
-    text = f"{type(error).__name__}: {error}".split("\n")[0]
-    return text if len(text) <= 160 else text[:157] + "..."
+def _line(error: Exception) -> str:
+    return shortened(f"{type(error).__name__}: {error}".split("\n")[0], 160)

@@ -34,7 +34,7 @@ class UnknownTokensWarning(UserWarning):
     """Which rows of a layer are padding is unknown, so all are counted as tokens."""
 
 
-class Here(threading.local):
+class Here:
     """What is running in one thread.
 
     Attributes:
@@ -49,6 +49,13 @@ class Here(threading.local):
         self.router: dict[str, tuple[Tensor, Any]] = {}
 
 
+class _Threads(threading.local):
+    """Each thread's own; itself never written to, as a compiler would lose it (torch 2.13)."""
+
+    def __init__(self) -> None:
+        self.here = Here()
+
+
 class Running:
     """What the layers of one attached model share.
 
@@ -57,7 +64,6 @@ class Running:
 
     Attributes:
         rules: in force, one a layer.
-        here: what is running in the calling thread.
         switch: of all stand-ins.
         step: number of the forward, from 0, counted while keep="random" asks for it; a tensor, so
             that a compiled model isn't compiled anew for every forward.
@@ -78,19 +84,24 @@ class Running:
         self._of_this_process()
 
     def _of_this_process(self) -> None:
-        self.here = Here()
+        self._threads = _Threads()
         self._lock = threading.Lock()
         self.watchers: tuple[tuple[Watcher, Facts], ...] = ()
         self.watched_facts = NO_FACTS
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy runs forwards of its own, which nobody watches."""
-        own = ("here", "_lock", "watchers", "watched_facts")
+        own = ("_threads", "_lock", "watchers", "watched_facts")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._of_this_process()
+
+    @property
+    def here(self) -> Here:
+        """What is running in the calling thread."""
+        return self._threads.here
 
     @property
     def context(self) -> ForwardContext | None:
@@ -249,8 +260,8 @@ class Running:
             self._warned_of_unknown = True
             warnings.warn(
                 f"layer {layer} ran outside a forward of the attached model that tells its tokens: "
-                "every row is counted as a token, padding too; say which are tokens with token_valid "
-                "of attach.",
+                "every row is counted as a token, padding too; say which are with token_valid of "
+                "attach.",
                 UnknownTokensWarning,
                 stacklevel=4,
             )

@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.demo.plan import HEADLINE, KINDS
 from paceline.reporting import figures
 from paceline.reporting.files import to_json, write_text
 from paceline.reporting.load_map import load_map
 from paceline.reporting.page import render
 from paceline.reporting.style import load_colours
-
-KINDS = {"one_domain": "One-domain batches", "mixed": "Mixed batches"}
-CHOSEN = "device-1.25-score"
 
 
 def write_demo(results: Mapping[str, Any], folder: Path) -> None:
@@ -33,9 +31,9 @@ def demo_page(results: Mapping[str, Any]) -> str:
         demo_figures(results),
         title="Paceline demo: stragglers in a Mixture-of-Experts model",
         results=results,
-        kinds=KINDS,
+        kinds={kind: words.capitalize() for kind, words in KINDS.items()},
         chosen=_chosen(results),
-        chosen_key=CHOSEN,
+        chosen_key=HEADLINE,
         floor=figures.FLOOR,
     )
 
@@ -53,7 +51,7 @@ def demo_figures(results: Mapping[str, Any]) -> dict[str, figures.Figure]:
 
 
 def _chosen(results: Mapping[str, Any]) -> Mapping[str, Any]:
-    return next(row for row in results["policies"] if row["key"] == CHOSEN)
+    return next(row for row in results["policies"] if row["key"] == HEADLINE)
 
 
 def _domain_panels(results: Mapping[str, Any]) -> dict[str, Sequence[Mapping[str, Any]]]:
@@ -71,7 +69,8 @@ def _map(
         title: [figures.relative(layer["expert_loads_before"]) for layer in layers]
         for title, layers in panels.items()
     }
-    figure = load_map(loads, results["model"]["experts_per_device"], names)
+    devices = [results["model"]["expert_to_device"]] * len(names)
+    figure = load_map(loads, devices, names)
     # One scale for all maps of the page, so that colours can be compared.
     highest = max(
         max(figures.relative(layer["expert_loads_before"]))
@@ -103,7 +102,7 @@ def _devices(results: Mapping[str, Any]) -> figures.Figure:
         for key, values in example["device_loads"].items()
     }
     base = results["policies"][0]["key"]
-    return figures.device_bars(loads[base], {row["label"]: loads[CHOSEN]}, row["capacity_factor"])
+    return figures.device_bars(loads[base], {row["label"]: loads[HEADLINE]}, row["capacity_factor"])
 
 
 def _quality(results: Mapping[str, Any], kind: str, *, timed: bool) -> figures.Figure:
@@ -134,8 +133,8 @@ def _point(row: Mapping[str, Any], kind: str, timed: bool) -> dict[str, Any]:
         "family": row["family"],
         "change": round(100 * part["perplexity_change"]["mean"], 4),
         "x": round(x, 4),
-        "low": round(speedup["minimum"], 4) if timed else x,
-        "high": round(speedup["maximum"], 4) if timed else x,
+        "low": round(speedup["min"], 4) if timed else x,
+        "high": round(speedup["max"], 4) if timed else x,
     }
 
 

@@ -1,0 +1,164 @@
+"""EMULATED devices: one process plays them in turn, and nothing is sent.
+
+Each device gets exactly the assignments that its experts have to compute, one row each, and the
+layer's real experts run on them; dropped assignments and those of other devices are not there. A
+layer is done when its slowest device is. Time is processor time of the one thread, which other
+programs of the machine hardly change. Communication is not part of it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.bench.spread import shuffled
+from paceline.placement import ExpertPlacement
+
+Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(hidden [rows, hidden], ids [rows, 1], weights [rows, 1]) -> [rows, hidden]."""
+
+CLOCK = "processor time of one thread"
+_TIMED = 2  # devices; of many equal ones the slowest is whichever the machine interrupted
+
+
+@dataclass(frozen=True)
+class DeviceWork:
+    """What one emulated device computes, one row per assignment.
+
+    Attributes:
+        hidden: input of each assignment, [rows, hidden].
+        ids: its expert, [rows, 1] int64.
+        weights: its combine weight, [rows, 1].
+        token: the token it belongs to, [rows] int64.
+    """
+
+    hidden: Tensor
+    ids: Tensor
+    weights: Tensor
+    token: Tensor
+
+    @property
+    def rows(self) -> int:
+        """Assignments of this device."""
+        return self.token.shape[0]
+
+    def run(self, experts: Experts) -> tuple[Tensor, float]:
+        """What the experts give for these rows, [rows, hidden], and the seconds they took."""
+        if not self.rows:
+            return self.hidden, 0.0
+        start = time.thread_time()
+        out = experts(self.hidden, self.ids, self.weights)
+        return out, time.thread_time() - start
+
+
+def split_by_device(
+    hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, placement: ExpertPlacement
+) -> list[DeviceWork]:
+    """Deal the assignments of a layer to its devices; ids outside [0, E) are nobody's.
+
+    Args:
+        hidden: [tokens, hidden].
+        topk_ids: [tokens, slots] integer; dropped or unused slots hold E.
+        topk_weights: [tokens, slots].
+        placement: expert -> device.
+
+    Returns:
+        [devices], those without experts or rows included.
+    """
+    experts = placement.num_experts
+    device_of_expert = torch.tensor([*placement.expert_to_device, -1], device=topk_ids.device)
+    ids = topk_ids.long()
+    device_of = device_of_expert[torch.where((ids >= 0) & (ids < experts), ids, experts)]
+    work = []
+    for device in range(placement.num_devices):
+        token, slot = torch.nonzero(device_of == device, as_tuple=True)
+        work.append(
+            DeviceWork(
+                hidden=hidden[token],
+                ids=ids[token, slot].unsqueeze(1),
+                weights=topk_weights[token, slot].unsqueeze(1),
+                token=token,
+            )
+        )
+    return work
+
+
+def slowest_device(experts: Experts, work: Sequence[DeviceWork], repeats: int = 1) -> float:
+    """Seconds of the slower of the two devices with most rows, the fastest of so many runs each.
+
+    >>> slowest_device(lambda hidden, ids, weights: hidden, [])
+    0.0
+    """
+    slowest = 0.0
+    for device in sorted(work, key=lambda device: -device.rows)[:_TIMED]:
+        fastest = min((device.run(experts)[1] for _ in range(repeats)), default=math.inf)
+        slowest = max(slowest, fastest)
+    return slowest
+
+
+def time_in_turn(
+    experts: Experts, work: Mapping[str, Sequence[DeviceWork]], rounds: int, repeats: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of the slowest device under several policies, in an order of each round's own.
+
+    Args:
+        experts: of one layer.
+        work: policy -> [devices].
+        rounds: each runs every policy.
+        repeats: runs of a device in a round, the fastest of which counts.
+
+    Returns:
+        policy -> [rounds].
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    with torch.inference_mode():
+        for devices in work.values():  # touch the memory and the code once, untimed
+            slowest_device(experts, devices)
+        for turn in range(rounds):
+            for name in shuffled(list(work), turn):
+                seconds[name].append(slowest_device(experts, work[name], repeats))
+    return seconds
+
+
+@dataclass(frozen=True)
+class Played:
+    """One forward of one layer, every device's part of it.
+
+    Attributes:
+        seconds: of each device, [devices].
+        rows: of each device, [devices].
+    """
+
+    seconds: list[float]
+    rows: list[int]
+
+
+def play(
+    experts: Experts, hidden: Tensor, ids: Tensor, weights: Tensor, placement: ExpertPlacement
+) -> tuple[Tensor, Played]:
+    """Run a layer's experts device by device, each timed, and add up what they give.
+
+    Args:
+        experts: of the layer.
+        hidden: [..., hidden].
+        ids: [tokens, slots] integer; ids outside [0, E) are nobody's.
+        weights: [tokens, slots].
+        placement: expert -> device.
+
+    Returns:
+        [..., hidden], and the time and the rows of each device.
+    """
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    out = torch.zeros_like(flat)
+    seconds, rows = [], []
+    for device in split_by_device(flat, ids, weights, placement):
+        part, spent = device.run(experts)
+        out.index_add_(0, device.token, part.to(out.dtype))
+        seconds.append(spent)
+        rows.append(device.rows)
+    return out.view(hidden.shape), Played(seconds, rows)
