@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--only", choices=["prefill", "demo", "decode"], help="one workload")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    from paceline.analysis.emulate import keep_freed_memory
+    from paceline.bench.machine import keep_freed_memory
     from paceline.cli.serve import untied_demo
     from paceline.reporting.environment import environment
 

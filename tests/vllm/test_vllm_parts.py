@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -210,6 +213,52 @@ def test_the_demo_model_has_an_output_layer_for_vllm(tmp_path: Path) -> None:
     ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
     with torch.no_grad():
         assert torch.equal(tied(ids).logits, untied.eval()(ids).logits)
+
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def test_dashboard_and_alerts_name_what_there_is() -> None:
+    """Every metric and label in their queries is one that the plugin publishes."""
+    from paceline.engines.vllm.metrics import families
+
+    published = {}
+    for family in families().values():
+        for metric in family.describe():
+            counts = "_total" if metric.type == "counter" else ""
+            published[metric.name + counts] = set(family._labelnames) | {"instance"}
+    dashboard = json.loads((DOCS / "vllm-dashboard.json").read_text())
+    queries = [t["expr"] for panel in dashboard["panels"] for t in panel["targets"]]
+    alerts = (DOCS / "vllm-alerts.yml").read_text()
+    rules = re.findall(r"expr:\s*(?:\|\n)?((?:.|\n)*?)\n\s+for:", alerts)
+    assert len(rules) == alerts.count("alert:")
+    seen = set()
+    for query in [*queries, *rules]:
+        names = re.findall(r"paceline_\w+", query)
+        assert names
+        assert set(names) <= published.keys()
+        seen |= set(names)
+        asked = re.findall(r"by \(([^)]*)\)", query) + re.findall(r"{(\w+)=", query)
+        labels = {label.strip() for group in asked for label in group.split(",")}
+        assert labels <= set.union(*(published[name] for name in names))
+    assert seen == published.keys()
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="Prometheus's promtool isn't here")
+def test_prometheus_itself_reads_alerts_and_queries(tmp_path: Path) -> None:
+    done = subprocess.run(["promtool", "check", "rules", str(DOCS / "vllm-alerts.yml")],
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    dashboard = json.loads((DOCS / "vllm-dashboard.json").read_text())
+    rules = [
+        f"      - record: panel:{i}\n        expr: {json.dumps(target['expr'])}\n"
+        for i, panel in enumerate(dashboard["panels"])
+        for target in panel["targets"]
+    ]
+    (tmp_path / "rules.yml").write_text("groups:\n  - name: panels\n    rules:\n" + "".join(rules))
+    done = subprocess.run(["promtool", "check", "rules", str(tmp_path / "rules.yml")],
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_what_comes_back_is_json() -> None:

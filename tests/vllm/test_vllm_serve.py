@@ -212,7 +212,7 @@ def test_one_server(tmp_path: Path) -> None:
 
 
 def test_prefix_caching_needs_to_be_accepted(tmp_path: Path) -> None:
-    """The cache is on, and a change empties it: what was computed under a cap isn't read without."""
+    """The cache is on, and a change empties it: what a cap computed isn't read without one."""
     low = "capacity_factor=0.4,min_expert_load=0"
     with serving(tmp_path / "log", "--policy", low, "--accept-shared-budget") as server:
 

@@ -69,11 +69,7 @@ def _nothing(*args: Any) -> None:
 
 
 def widened(tensor: Tensor, slots: int, fill: float) -> Tensor:
-    """A copy with so many slots, the further ones filled.
-
-    >>> widened(torch.ones(1, 1), 2, 0).tolist()
-    [[1.0, 0.0]]
-    """
+    """A copy [tokens, slots] of a tensor [tokens, k], the further slots filled."""
     wide = tensor.new_full((tensor.shape[0], slots), fill)
     wide[:, : tensor.shape[1]] = tensor
     return wide
