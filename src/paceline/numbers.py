@@ -20,3 +20,18 @@ def whole_number(value: Any) -> int | None:
         return operator.index(value)
     except (TypeError, ValueError, RuntimeError):  # an array of several, a tensor without data
         return None
+
+
+def check_count(name: str, value: Any, least: int = 1) -> int:
+    """A number of things as an int.
+
+    Raises:
+        ValueError: if it is no whole number, or too small.
+
+    >>> check_count("rounds", 3)
+    3
+    """
+    count = whole_number(value)
+    if count is None or count < least:
+        raise ValueError(f"{name}={value!r} is not allowed: it is a whole number >= {least}.")
+    return count

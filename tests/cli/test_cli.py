@@ -144,7 +144,7 @@ def test_loads_of_a_saved_model_with_uneven_devices(
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
     assert [layer["experts_per_device"] for layer in found["layers"]] == [[3, 3, 2, 2]] * 2
-    assert "isn't trained" in found["verdict"][0]
+    assert "looks untrained" in found["verdict"][0]
     assert "as fast" not in " ".join(found["verdict"])
     page = unescape(html.read_text(encoding="utf-8"))
     assert found["verdict"][0] in page
@@ -180,7 +180,7 @@ BAD = {
     "broken config": (["{tmp}/broken", "--text", "{text}"], "can't load the model"),
     "hub without network": (["someone/no-such-moe", "--text", "{text}"], "can't be reached"),
     "sequence too long": (["{moe}", "--text", "{text}", "--sequence-length", "600"], "512"),
-    "no tokens": (["{moe}", "--text", "{text}", "--tokens", "0"], "tokens must be at least"),
+    "no tokens": (["{moe}", "--text", "{text}", "--tokens", "0"], "tokens=0 is not allowed"),
     "page nowhere": (["{moe}", "--text", "{text}", "--html", "{tmp}/none/x.html"], "no folder"),
     "unknown option": (["{moe}", "--nonsense"], "nonsense"),
 }
@@ -203,6 +203,72 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     assert "Traceback" not in result.stderr
     if case != "unknown option":
         assert len(result.stderr.strip().splitlines()) == 1
+
+
+PLANS = {
+    "placed": "[placement]\nnum_devices = 3\nexpert_to_device = [2, 0, 0, 0, 0, 0, 0, 0, 0, 2]\n",
+    "layers": "[[placements]]\nnum_devices = 5\n[[placements]]\nnum_devices = 2\n",
+    "capped": "[policy]\ncapacity_factor = 1.0\nmin_expert_load = 0\n",
+    "other": "[model]\nexperts = 32\n[placement]\nnum_devices = 2\n",
+}
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("plans")
+    for name, content in PLANS.items():
+        (folder / f"{name}.toml").write_text(f"version = 1\n{content}", encoding="utf-8")
+    return {name: folder / f"{name}.toml" for name in PLANS}
+
+
+def test_loads_with_placements_and_plans_from_files(
+    models: dict[str, Path], plans: dict[str, Path], text: Path, tmp_path: Path
+) -> None:
+    def found(*options: str | Path) -> Any:
+        result = run("loads", models["moe"], "--text", text, *options, "--json", *RUN)
+        assert result.exit_code == 0, result.stderr
+        return json.loads(result.stdout)
+
+    html = tmp_path / "x.html"
+    placed = found("--placement", plans["placed"], "--html", html)
+    assert placed["placement_file"] == str(plans["placed"])
+    assert [layer["experts_per_device"] for layer in placed["layers"]] == [[8, 0, 2]] * 2
+    page = html.read_text(encoding="utf-8")
+    assert "3 devices, experts placed as given" in page
+    own = found("--placement", plans["layers"])
+    assert [layer["devices"] for layer in own["layers"]] == [5, 2]
+    capped = found("--plan", plans["capped"], "--devices", "2")
+    assert capped["plan_file"] == str(plans["capped"])
+    assert capped["policy"] == "capacity_factor=1.0,min_expert_load=0.0"
+    assert [layer["devices"] for layer in capped["layers"]] == [2, 2]
+    assert found("--plan", plans["capped"], "--shadow")["mode"] == "shadow"
+
+
+BAD_PLANS = {
+    "no such file": (["--placement", "{tmp}/none.toml"], "can't be read"),
+    "no plan": (["--plan", "{text}"], "is not TOML"),
+    "no placement": (["--placement", "{capped}"], "names no placement"),
+    "placed twice": (["--placement", "{placed}", "--devices", "2"], "give one of them"),
+    "placed by both": (["--placement", "{placed}", "--plan", "{capped}"], "give one of them"),
+    "plan and devices": (["--plan", "{placed}", "--devices", "2"], "give one of them"),
+    "two policies": (["--plan", "{capped}", "--policy", "capacity_factor=1"], "give one of them"),
+    "another model": (["--plan", "{other}"], "the plan is for 32 experts a layer"),
+    "page is a folder": (["--html", "{tmp}"], "it is a folder"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PLANS)
+def test_plans_that_dont_fit_are_one_sentence(
+    case: str, models: dict[str, Path], plans: dict[str, Path], text: Path, tmp_path: Path
+) -> None:
+    options, expected = BAD_PLANS[case]
+    names = {"tmp": tmp_path, "text": text, **plans}
+    filled = [option.format(**names) for option in options]
+    result = run("loads", models["moe"], "--text", text, *filled, "--json", *RUN)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert expected in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root reads everything")

@@ -51,6 +51,8 @@ class LayerEvidence:
     def add(self, inputs: RoutingInputs) -> None:
         """Count one batch of this layer."""
         ids, scores, valid = inputs.topk_ids.long(), inputs.scores, inputs.valid
+        if scores is None and self.k > 1:
+            scores = inputs.topk_weights  # where the router's rule is unknown
         if valid is not None:
             ids = ids[valid]
             scores = None if scores is None else scores[valid]
@@ -84,8 +86,8 @@ class LayerEvidence:
 
     @property
     def flat(self) -> bool:
-        """Whether the router prefers no expert."""
-        return self._scored >= FEW_TOKENS and self._spread / self._scored < FLAT
+        """Whether the router hardly prefers an expert; all alike, it is a rule of the model's."""
+        return self._scored >= FEW_TOKENS and 0 < self._spread / self._scored < FLAT
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able figures: of the sets of experts that tokens choose, and of their scores."""
@@ -100,7 +102,8 @@ class LayerEvidence:
 def constant_norms(model: nn.Module) -> bool:
     """Whether every normalisation weight of a model is one constant, as no training leaves them.
 
-    False where the model has none.
+    False where the model has none. A trained model whose normalisation was folded into its other
+    weights has such constants too.
 
     >>> constant_norms(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
     True
@@ -124,7 +127,7 @@ def reasons(model: nn.Module, layers: Sequence[LayerEvidence]) -> list[str]:
     found = []
     if constant_norms(model):
         found.append(
-            "the model isn't trained: all its normalisation weights are constants, as a random "
+            "the model looks untrained: all its normalisation weights are constants, as a random "
             "initialisation leaves them"
         )
     identical = [layer for layer in layers if layer.identical]

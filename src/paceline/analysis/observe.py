@@ -12,7 +12,16 @@ from paceline.analysis.loads import busiest, combine_peaks
 from paceline.balance import straggler_loss
 from paceline.engines.facts import Facts
 from paceline.engines.settings import PlacementsLike, PoliciesLike
-from paceline.evaluation.batches import Batch, Sequences, cut, mixed, separate, tokens_by_source
+from paceline.evaluation.batches import (
+    Batch,
+    Sequences,
+    check_length,
+    cut,
+    mixed,
+    separate,
+    tokens_by_source,
+)
+from paceline.numbers import check_count
 from paceline.placement import ExpertPlacement
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
@@ -42,8 +51,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, least in (("tokens", 2), ("batch_size", 1), ("sequence_length", 2)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+            check_count(name, getattr(self, name), least)
 
 
 def make_batches(
@@ -55,7 +63,7 @@ def make_batches(
         ValueError: if a text is empty, or mixing needs longer texts.
     """
     if not texts:
-        raise ValueError("texts must name at least one text")
+        raise ValueError("texts is empty: allowed is at least one text.")
     share = max(2, sampling.tokens // len(texts))
     parts: list[Sequences] = []
     for name, text in texts.items():
@@ -101,7 +109,7 @@ def observe_loads(
         placement = devices
     batches, tokens = make_batches(tokenizer, texts, sampling)
     with attach(model, policy, placement, plan=plan, token_source="sequence") as pace:
-        _check_length(model, sampling.sequence_length)
+        check_length(model, sampling.sequence_length)
         evidence: dict[str, LayerEvidence] = {}
 
         def look(name: str, inputs: RoutingInputs, assignment: Assignment) -> None:
@@ -119,10 +127,12 @@ def observe_loads(
             for given, layer in zip(pace.placements, layers, strict=True)
         ]
     described = [
-        describe_layer(layer, where) | {"policy": str(own), "choices": seen.to_dict()}
-        for layer, where, own, seen in zip(
-            layers, placements, policies, evidence.values(), strict=True
-        )
+        describe_layer(layer, where)
+        | {
+            "policy": str(own),
+            "choices": evidence.get(layer["name"], LayerEvidence(where.num_experts, 1)).to_dict(),
+        }
+        for layer, where, own in zip(layers, placements, policies, strict=True)
     ]
     named = policy is not None or (plan is not None and bool(plan.policies))
     return {
@@ -209,10 +219,3 @@ def _run(model: Any, batch: Batch) -> None:
             use_cache=False,
             **({"logits_to_keep": 1} if spare else {}),
         )
-
-
-def _check_length(model: Any, length: int) -> None:
-    config = model.config.get_text_config() if hasattr(model, "config") else None
-    limit = getattr(config, "max_position_embeddings", None)
-    if isinstance(limit, int) and length > limit:
-        raise ValueError(f"sequence_length must be at most {limit} for this model, got {length}")

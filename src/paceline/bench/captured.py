@@ -56,7 +56,7 @@ def capture(model: Any, ids: Tensor, devices: int = 1) -> list[Captured]:
     with attach(model, None, devices, token_source="sequence") as pace:
         pace.watch(note, Facts(scores=True, all_scores=True, request=True, source=True))
         pace.replace_experts(keep)
-        with torch.inference_mode():
+        with torch.no_grad():
             model(input_ids=ids.to(model.device), use_cache=False)
     return [
         Captured(m.name, m.router, m.experts, given[m.name], chosen[m.name])

@@ -27,6 +27,8 @@ from paceline.bench.workload import (
     parse_policies,
     skewed_workload,
 )
+from paceline.evaluation.batches import check_length
+from paceline.numbers import check_count
 from paceline.plan import Plan
 from paceline.reporting.environment import environment
 from paceline.reporting.wording import placed
@@ -109,7 +111,9 @@ def bench_layer(
     """
     if (model is None) == (shape is None) or (model is not None and text_ids is None):
         raise ValueError("shape or model with text_ids is needed: give one of the two.")
-    _check_counts(tokens=tokens, rounds=rounds)
+    check_count("tokens", tokens)
+    check_count("rounds", rounds)
+    check_count("layer", layer, 0)
     plan = plan or Plan()
     rank, ranks, machine = _start()
     real = under_torchrun()
@@ -153,8 +157,11 @@ def bench_layer(
             "kind": RANKS if real else EMULATED,
             "count": count,
             "placement": placed([placement]),
+            "expert_to_device": list(placement.expert_to_device),
             "batch": "shared" if shares_batch else "own",
-            "sends": "gloo or nccl" if real else "nothing: network time is not in these figures",
+            "sends": "over gloo or nccl"
+            if real
+            else "nothing, so network time is not in these figures",
             "clock": "wall" if real else CLOCK,
         },
         "workload": {
@@ -165,15 +172,9 @@ def bench_layer(
             "rounds": rounds,
             "shape": asdict(load.shape),
         },
+        "plan_policies": list(map(str, plan.policies)),
         "policies": layer_summary(measured),
     }
-
-
-def _check_counts(**counts: int) -> None:
-    """Numbers of things that there must be one of, by name."""
-    for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"{name}={value} is not allowed: it is at least 1.")
 
 
 def _split(load: Workload, parts: int) -> list[Workload]:
@@ -228,7 +229,8 @@ def bench_model(
     """
     from paceline.engines.transformers import attach
 
-    _check_counts(new_tokens=new_tokens, rounds=rounds)
+    check_count("new_tokens", new_tokens)
+    check_count("rounds", rounds)
     plan = plan or Plan()
     rank, ranks, machine = _start()
     real = under_torchrun()
@@ -239,10 +241,11 @@ def bench_model(
     placements = placements_of(plan, experts, ranks if real else None)
     parameters = sum(p.numel() for p in model.parameters())  # before a rank forgets what isn't its
     prompt = prompt_ids(rank)
+    check_length(model, prompt.shape[1] + new_tokens - 1)
     if real:
         from paceline.engines.transformers.expert_parallel import place_experts
 
-        place_experts(model, placements[0])
+        place_experts(model, placements)
         served = whole_model.serve_on_ranks(model, prompt, chosen, new_tokens, rounds, progress)
         sequences = prompt.shape[0] * ranks
     else:
@@ -270,5 +273,6 @@ def bench_model(
             "rounds": rounds,
             "parameters": parameters,
         },
+        "plan_policies": list(map(str, plan.policies)),
         "policies": whole_model.summary(served, sequences * prompt.shape[1], new_tokens, sequences),
     }

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.bench.captured import capture
+from paceline.numbers import check_count
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import RoutingInputs
@@ -116,8 +117,8 @@ def skewed_workload(
 ) -> Workload:
     """Random tokens whose busiest device gets `peak_to_mean` times the mean load.
 
-    Experts differ in popularity by a random amount each, and device 0's are more popular by what
-    makes its load right, found by bisection.
+    Experts differ in popularity by a random amount each, and those of the device with most of them
+    are more popular by what makes its rows right, found by bisection.
 
     Args:
         shape: sizes of the layer.
@@ -129,6 +130,7 @@ def skewed_workload(
     Raises:
         ValueError: if no router reaches `peak_to_mean` on this placement.
     """
+    check_count("tokens", tokens)
     if not peak_to_mean >= 1:
         raise ValueError(f"peak_to_mean={peak_to_mean} is not allowed: it is at least 1.")
     drawn = torch.Generator().manual_seed(seed)
@@ -136,20 +138,20 @@ def skewed_workload(
     common = torch.Generator().manual_seed(1_000_003)  # the router is the same on every rank
     weight = torch.randn((shape.experts, shape.hidden), generator=common) / shape.hidden**0.5
     popularity = 0.3 * torch.randn(shape.experts, generator=common)
-    hot = torch.tensor([device == 0 for device in placement.expert_to_device])
+    busiest = max(range(placement.num_devices), key=placement.sizes.__getitem__)
+    hot = torch.tensor([device == busiest for device in placement.expert_to_device])
     sample = torch.randn((4096, shape.hidden), generator=common)
     logits = nn.functional.linear(sample, weight, popularity)
 
     def reached(extra: float) -> float:
         ids = torch.topk(logits + extra * hot, shape.k, dim=-1).indices
-        mean = placement.sizes[0] / placement.num_experts
-        return float(hot[ids].float().mean()) / mean
+        return float(hot[ids].float().mean()) * placement.num_devices
 
     low, high = -8.0, 16.0
     if reached(high) < peak_to_mean:
         raise ValueError(
             f"peak_to_mean={peak_to_mean} is not possible with {shape.k} of {shape.experts} "
-            f"experts a token and {placement.sizes[0]} experts on device 0: "
+            f"experts a token and {placement.sizes[busiest]} experts on device {busiest}: "
             f"at most {reached(high):.2f}."
         )
     for _ in range(40):
@@ -160,7 +162,7 @@ def skewed_workload(
         hidden=hidden,
         gate=softmax_gate(weight, popularity + high * hot, shape.k),
         shape=shape,
-        origin=f"synthetic router, device 0 made {peak_to_mean:g} times as busy as the mean",
+        origin=f"synthetic router, device {busiest} {peak_to_mean:g} times as busy as the mean",
     )
 
 

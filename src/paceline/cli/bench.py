@@ -149,7 +149,9 @@ def bench_model_verb(
     import torch
 
     from paceline.bench.run import bench_model
+    from paceline.cli.models import quiet
 
+    quiet()
     check_writable(out, plot)
     chosen = decided(devices, placement, plan)
     ranks = int(os.environ.get("WORLD_SIZE", 1))

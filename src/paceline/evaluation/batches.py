@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from paceline.numbers import check_count
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,16 @@ def cut(source: str, token_ids: Sequence[int], length: int, limit: int | None = 
 
     Raises:
         ValueError: if the text has fewer than two tokens.
+
+    >>> cut("some text", [5, 6, 7, 8, 9], length=2).ids.tolist()
+    [[5, 6], [7, 8]]
     """
+    check_count("length", length, 2)
+    if limit is not None:
+        check_count("limit", limit)
     if len(token_ids) < 2:
         raise ValueError(
-            f"{source} gives fewer than two tokens: too short, or no tokenizer is there"
+            f"{source} gives {len(token_ids)} tokens: allowed are two or more of a tokenizer's."
         )
     length = min(length, len(token_ids))
     count = len(token_ids) // length
@@ -55,7 +64,12 @@ def cut(source: str, token_ids: Sequence[int], length: int, limit: int | None = 
 
 
 def separate(parts: Sequence[Sequences], rows: int) -> list[Batch]:
-    """Batches of up to `rows` sequences, each of one text only."""
+    """Batches of up to `rows` sequences, each of one text only.
+
+    >>> [len(b.ids) for b in separate([cut("a", [1, 2, 3, 4, 5, 6], length=2)], rows=2)]
+    [2, 1]
+    """
+    check_count("rows", rows)
     return [
         Batch(chunk, (part.source,) * len(chunk))
         for part in parts
@@ -68,9 +82,19 @@ def mixed(parts: Sequence[Sequences], rows: int) -> list[Batch]:
 
     Raises:
         ValueError: if the texts were cut into sequences of different lengths.
+
+    >>> mixed([cut("a", [1, 2], 2), cut("b", [3, 4], 2)], rows=2)[0].sources
+    ('a', 'b')
     """
+    check_count("rows", rows)
+    if not parts:
+        raise ValueError("parts is empty: allowed is at least one text.")
     if len({part.ids.shape[1] for part in parts}) > 1:
-        raise ValueError("mixed batches need sequences of one length: use longer or equal texts")
+        lengths = sorted({part.ids.shape[1] for part in parts})
+        raise ValueError(
+            f"mixed batches of sequences of {lengths[0]} to {lengths[-1]} tokens: allowed is one "
+            "length, so longer texts."
+        )
     longest = max(len(part.ids) for part in parts)
     dealt = [
         (part.ids[turn], part.source)
@@ -88,5 +112,21 @@ def mixed(parts: Sequence[Sequences], rows: int) -> list[Batch]:
 
 
 def tokens_by_source(parts: Sequence[Sequences]) -> Mapping[str, int]:
-    """Tokens used of each text."""
+    """Tokens used of each text.
+
+    >>> tokens_by_source([cut("a", [1, 2, 3, 4, 5], length=2)])
+    {'a': 4}
+    """
     return {part.source: part.ids.numel() for part in parts}
+
+
+def check_length(model: Any, length: int) -> None:
+    """Refuse sequences that are longer than a model can read.
+
+    Raises:
+        ValueError: naming the length and the most that the model's config allows.
+    """
+    config = model.config.get_text_config() if hasattr(model, "config") else None
+    limit = getattr(config, "max_position_embeddings", None)
+    if isinstance(limit, int) and length > limit:
+        raise ValueError(f"sequences of {length} tokens: allowed are {limit} for this model.")

@@ -68,7 +68,19 @@ def sequence_losses(logits: Tensor, ids: Tensor) -> list[float]:
 
     Returns:
         [rows] numbers, each over length - 1 predicted tokens.
+
+    Raises:
+        ValueError: if the shapes don't fit.
+
+    >>> losses = sequence_losses(torch.zeros(1, 3, 4), torch.tensor([[0, 1, 2]]))
+    >>> [round(loss, 4) for loss in losses]  # 2 log 4
+    [2.7726]
     """
+    if logits.shape[:-1] != ids.shape:
+        raise ValueError(
+            f"logits has shape {list(logits.shape)}, ids {list(ids.shape)}: allowed is "
+            "[rows, length, vocabulary] and [rows, length]."
+        )
     losses = []
     for row_logits, row_ids in zip(logits, ids, strict=True):  # row by row: little memory
         loss = torch.nn.functional.cross_entropy(
@@ -92,7 +104,7 @@ def change(base: Losses, other: Losses) -> Change:
         ValueError: if the two runs did not see the same texts and sequences.
     """
     if base.tokens != other.tokens:
-        raise ValueError("both runs must cover the same sequences of the same texts, in order")
+        raise ValueError("base and other saw other sequences: allowed are the same, in order.")
     before, after = base.perplexity(), other.perplexity()
     by_source = {source: after[source] / before[source] - 1 for source in before}
     variances = [

@@ -60,20 +60,18 @@ class StandIn:
     Attributes:
         module: that has it.
         name: of the method.
-        double: what is called instead.
         former: what the module's own `__dict__` had under that name: at most one value.
         switch: whether it does anything.
     """
 
     module: nn.Module
     name: str
-    double: Callable[..., Any]
     former: tuple[Any, ...]
     switch: Switch
 
     def undo(self) -> None:
         """Put the former method back; one that somebody has wrapped stays, switched off."""
-        if self.module.__dict__.get(self.name) is self.double:
+        if stands_in(self.module.__dict__.get(self.name)) is self:
             _put_back(self.module, self.name, self.former)
 
 
@@ -87,7 +85,7 @@ def stand_in(
     """
     double = partial(function)
     update_wrapper(double, getattr(module, name))
-    entry = StandIn(module, name, double, _own(module, name), switch)
+    entry = StandIn(module, name, _own(module, name), switch)
     double.__dict__[_MARK] = entry
     module.__dict__[name] = double
     return entry
@@ -105,9 +103,12 @@ def _put_back(module: nn.Module, name: str, former: tuple[Any, ...]) -> None:
 
 
 def stands_in(value: Any) -> StandIn | None:
-    """The stand-in whose double a value is, None for anything else."""
-    entry = getattr(value, "__dict__", {}).get(_MARK)
-    return entry if isinstance(entry, StandIn) and entry.double is value else None
+    """The stand-in that a module's method is of, None for any other method.
+
+    What wraps a stand-in may carry its attributes on (`functools.wraps`), but is a function.
+    """
+    entry = value.__dict__.get(_MARK) if type(value) is partial else None
+    return entry if isinstance(entry, StandIn) else None
 
 
 def free(model: nn.Module) -> None:

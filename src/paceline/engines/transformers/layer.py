@@ -20,6 +20,7 @@ from paceline.engines.transformers.forwards import (
     bind,
     first_argument,
     stand_in,
+    stands_in,
 )
 from paceline.engines.transformers.modules import LayerModules
 from paceline.engines.transformers.probe import Probe
@@ -114,14 +115,18 @@ class AttachedLayer:
         """
         router, watch = self.modules.router, self._router_watch
         hooks = router._forward_hooks
-        last = next(reversed(hooks)) if hooks else router.__dict__.get("forward")
-        if watch is not None and watch.module is router and watch.double is last:
+        if isinstance(watch, _LastHook):
+            last = watch.module is router and next(reversed(hooks), None) == watch.key
+        else:
+            last = not hooks and stands_in(router.__dict__.get("forward")) is watch
+            last = last and watch is not None and watch.module is router
+        if last:
             return
         if watch is not None:
             watch.undo()
         if router._forward_hooks:  # what they change is what the block gets: be the last of them
             handle = router.register_forward_hook(self._keep_router_call, with_kwargs=True)
-            self._router_watch = _LastHook(router, handle.id, handle)
+            self._router_watch = _LastHook(router, handle)
             return
         run = partial(self._run_router, router.forward)
         self._router_watch = stand_in(router, self._running.switch, run)
@@ -251,11 +256,15 @@ class AttachedLayer:
 
 @dataclass(frozen=True, eq=False)
 class _LastHook:
-    """A forward hook on a router that has others; `double` is its key among them."""
+    """A forward hook on a router that has others."""
 
     module: nn.Module
-    double: Any
     handle: RemovableHandle
+
+    @property
+    def key(self) -> int:
+        """Of the hook among the module's."""
+        return self.handle.id
 
     def undo(self) -> None:
         self.handle.remove()

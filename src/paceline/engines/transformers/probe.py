@@ -22,7 +22,6 @@ from paceline.engines.transformers.modules import (
     spread_over_ranks,
 )
 from paceline.text import shortened
-from paceline.text import shortened
 
 PROBE_ROWS = 64
 
