@@ -15,6 +15,7 @@ except importlib.metadata.PackageNotFoundError:
     collect_ignore = [f"test_vllm_{name}.py" for name in ("engine", "parallel", "parts", "serve")]
 
 # before vLLM is imported: the engine in this process, so that a test can look below it
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
