@@ -7,7 +7,9 @@ as it is; otherwise only the kept (token, expert) pairs are given to it, one exp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -39,11 +41,11 @@ class Execution:
         # somebody else's forward must be heard; Accelerate's only moves tensors around the stock
         self._moved = hasattr(experts, "_hf_hook")
         self._replaced = "forward" in experts.__dict__ and not self._moved
-        eager: Callable[..., Tensor] = experts.forward
+        self._eager: Callable[..., Tensor] = experts.forward
         if self._interface is not None and not self._replaced:
-            eager = partial(type(experts).forward.__wrapped__, experts)
+            self._eager = partial(type(experts).forward.__wrapped__, experts)
         self._eager_skips = not self.wide_ids and _skips_sentinel(
-            modules, eager, found, num_experts
+            modules, self._eager, found, num_experts
         )
         if not self.wide_ids and not self._eager_skips:
             _check_one_slot(modules, found)
@@ -62,31 +64,55 @@ class Execution:
         Returns:
             [..., hidden], exact zeros for a token without experts.
         """
+        # read once: `generate` changes it for its decode steps, in another thread perhaps
         how = "eager" if self._interface is None else self._experts.config._experts_implementation
+        stock = self._interface is not None and not self._moved
         if self.wide_ids:
             return original(hidden, ids, weights)  # a zero expert with weight 0
         if how in (None, "eager"):
             if self._eager_skips:
-                return original(hidden, ids, weights)
+                return (self._eager if stock else original)(hidden, ids, weights)
         elif self._replaced:
             pass
-        elif how in _WITH_SENTINEL:
-            return self._with_sentinel(original, hidden, ids, weights)
-        elif how == "batched_mm" and "grouped_mm" in self._interface and not self._moved:
+        elif how in _WITH_SENTINEL or (how == "batched_mm" and stock):
             # batched_mm computes every slot, whatever its weight
-            grouped = partial(self._interface["grouped_mm"], self._experts)
-            return self._with_sentinel(grouped, hidden, ids, weights)
+            how = "grouped_mm" if how == "batched_mm" else how
+            run = partial(self._interface[how], self._experts) if stock else original
+            with _sentinels(self._experts):
+                return run(hidden, ids, weights)
         return _compacted(original, hidden, ids, weights, self._num_experts)
 
-    def _with_sentinel(
-        self, run: Callable[..., Tensor], hidden: Tensor, ids: Tensor, weights: Tensor
-    ) -> Tensor:
-        experts: Any = self._experts
+
+_FLAGS = threading.Lock()
+_USERS = "_paceline_sentinel_users"
+
+
+@contextmanager
+def _sentinels(experts: Any) -> Iterator[None]:
+    """Inside, stock implementations leave out ids equal to the number of experts.
+
+    The flag belongs to the module, so it stays set until the last thread inside is done; that
+    others, which have no such ids, see it set too changes nothing for them.
+    """
+    if torch.compiler.is_compiling():
         experts._is_expert_parallel = True
         try:
-            return run(hidden, ids, weights)
+            yield
         finally:
             experts._is_expert_parallel = False
+        return
+    own = experts.__dict__
+    with _FLAGS:
+        own[_USERS] = own.get(_USERS, 0) + 1
+        experts._is_expert_parallel = True
+    try:
+        yield
+    finally:
+        with _FLAGS:
+            own[_USERS] -= 1
+            if not own[_USERS]:
+                del own[_USERS]
+                experts._is_expert_parallel = False
 
 
 def _compacted(
