@@ -65,14 +65,14 @@ def main() -> None:
     from paceline.reporting.environment import environment
 
     if options.only is None:  # each in a process of its own, so that its stock engines are stock
-        results = {}
+        found: dict[str, Any] = {}
         for name in WORKLOADS:
             command = [sys.executable, __file__, "--only", name, "--rounds", str(options.rounds)]
             subprocess.run([*command, "--out", str(options.out)], check=True)
-            results |= json.loads(options.out.read_text(encoding="utf-8"))
-        options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            found |= json.loads(options.out.read_text(encoding="utf-8"))
+        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         return
-    results = {
+    results: dict[str, Any] = {
         "program": "benchmarks/vllm_cap.py",
         "threads": 1,
         "seconds": "of the processor, spent by the process",

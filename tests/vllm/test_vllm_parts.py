@@ -16,7 +16,6 @@ import vllm._custom_ops as ops
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.cli import serve
 from paceline.engines.vllm import control, scores, signatures
 from paceline.engines.vllm.cpu_experts import fused_experts
 from paceline.engines.vllm.environment import wanted
@@ -178,41 +177,6 @@ def test_a_key_is_checked_as_vllm_does() -> None:
         assert control.authorized(scope, ["one", "two"]) == want
     assert not control.authorized({"headers": []}, ["one"])
     assert control.authorized({"headers": []}, [])
-
-
-def test_serve_passes_flags_on(tmp_path: Path) -> None:
-    shared = {"PACELINE_POLICY": "capacity_factor=1.25"}
-    flags = serve.vllm_flags("m", ["--port", "1", "-tp", "2"], shared)
-    assert flags[:6] == ["serve", "m", "--port", "1", "-tp", "2"]
-    assert "--no-enable-prefix-caching" in flags
-    assert serve.notes(flags, [])
-    for environ, extra in (
-        ({**shared, "PACELINE_ACCEPT_SHARED_BUDGET": "1"}, []),
-        ({"PACELINE_POLICY": "capacity_factor=1.25,pool=request"}, []),
-        (shared, ["--enable-prefix-caching"]),  # the plugin refuses it, and says why
-    ):
-        assert "--no-enable-prefix-caching" not in serve.vllm_flags("m", extra, environ)
-    demo = serve.vllm_flags("demo", ["--max_model_len=64"], {"PACELINE_POLICY": "mode=observe"})
-    assert "--max-model-len" not in demo
-    assert demo[demo.index("--dtype") + 1] == "float32"
-    assert serve.settings(None, None, None, False) == {"PACELINE_POLICY": "mode=observe"}
-    with pytest.raises(ValueError, match="capacity_factor"):
-        serve.settings("capacity_factor=0", None, None, False)
-
-
-def test_the_demo_model_has_an_output_layer_for_vllm(tmp_path: Path) -> None:
-    """Read back by Transformers it is the embedded model, bit for bit."""
-    from transformers import AutoModelForCausalLM
-
-    from paceline.demo.assets import load_model
-
-    tied, tokenizer = load_model()
-    untied = AutoModelForCausalLM.from_pretrained(
-        serve.untied_demo(tmp_path), dtype=torch.float32, local_files_only=True
-    )
-    ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
-    with torch.no_grad():
-        assert torch.equal(tied(ids).logits, untied.eval()(ids).logits)
 
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

