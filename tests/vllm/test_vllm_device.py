@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, route
 from paceline.engines.vllm.device import DeviceCap
+from paceline.engines.vllm.policies import never_binding
 
 MOST = 40
 
@@ -74,6 +75,29 @@ def test_it_is_what_route_says(
     real = int(valid.sum()) if padded else rows
     capped = bool((want.capacity != torch.iinfo(torch.int64).max).any()) and real > 0
     assert cap.counts.tolist() == [int(real > 0), int(capped), real]
+
+
+@given(
+    tokens=st.integers(1, 30),
+    factor=st.sampled_from([0.5, 1.0, 1.3, 2.0, 4.0, 1000.0]),
+    k=st.integers(1, 4),
+    devices=st.integers(2, 7),
+    unit=st.sampled_from(["device", "expert"]),
+)
+def test_what_never_binds_drops_nothing_whatever_is_chosen(
+    tokens: int, factor: float, k: int, devices: int, unit: Any
+) -> None:
+    """The worst choice for each device in turn: every token wants its experts first."""
+    placement = ExpertPlacement.contiguous(7, devices)
+    policy = CapacityPolicy(capacity_factor=factor, unit=unit, keep="weight", min_expert_load=0)
+    dropped = 0
+    for device in range(devices):
+        first = placement.experts_of(device)
+        others = [expert for expert in range(7) if expert not in first]
+        ids = torch.tensor([*first, *others][:k]).expand(tokens, k).clone()
+        inputs = RoutingInputs(ids, torch.ones(tokens, k))
+        dropped += int(route(inputs, policy, placement).dropped)
+    assert never_binding(policy, placement, k)(tokens) == (dropped == 0)
 
 
 def test_a_traced_graph_follows_a_changed_policy() -> None:

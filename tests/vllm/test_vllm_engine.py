@@ -16,6 +16,7 @@ from oracle import route_oracle
 from tiny_models import FAMILIES, dtype_of, make
 
 from paceline import CapacityPolicy
+from paceline.engines.sharing import SharedBudgetWarning
 from paceline.engines.vllm.checks import check_settings, out_of_reach
 from paceline.plan import Plan
 
@@ -182,6 +183,17 @@ def test_shadow_says_what_enforcing_would_drop(olmoe: Capped) -> None:
         counts.append(olmoe.model.describe()["by_layer"][0]["dropped"] - before)
         assert (sum(done["calls"][0]) == TOKENS * K) == (mode == "shadow")
     assert counts[0] == counts[1] > 0
+
+
+def test_requests_that_share_a_budget_are_told_once(olmoe: Capped) -> None:
+    layer = olmoe.model.layers[0]
+    layer.warns = True
+    with pytest.warns(SharedBudgetWarning, match="12 sequences share one budget"):
+        olmoe.prefill("capacity_factor=0.9,min_expert_load=0")
+    assert not layer.warns
+    layer.warns = True
+    olmoe.prefill("capacity_factor=0.9,min_expert_load=0,pool=request")
+    assert layer.warns
 
 
 def test_back_to_the_start(olmoe: Capped) -> None:

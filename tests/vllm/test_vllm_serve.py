@@ -232,12 +232,22 @@ def test_prefix_caching_needs_to_be_accepted(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_two_data_parallel_engines(tmp_path: Path) -> None:
     with serving(
-        tmp_path / "log", "--policy", "capacity_factor=1000", "-dp", "2",
+        tmp_path / "log", "--policy",
+        "capacity_factor=1.0,expand=own_device,expand_limit=1,min_expert_load=0", "-dp", "2",
         "--enable-expert-parallel", environ={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
     ) as server:  # fmt: skip
         found = server.policy()
         assert len(found["workers"]) == 2
         assert found["fields"]["pool"] == "source"
+        server.complete(0, 200)
+        counted = settled(server)
+        asked = total(counted["paceline_assignments_total"], "stage=before")
+        done = total(counted["paceline_assignments_total"], "stage=after")
+        lost = total(counted["paceline_dropped_total"])
+        assert lost > 0
+        assert done > asked - lost  # freed places went to further experts of the token's own rank
+
+        server.policy("POST", "capacity_factor=1000")
         off = [server.complete(i, 60 + i) for i in range(6)]
         for _ in range(3):
             found = server.policy("POST", "capacity_factor=0.8,min_expert_load=0")
@@ -251,12 +261,17 @@ def test_two_data_parallel_engines(tmp_path: Path) -> None:
         assert "say pool=source" in said
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda i: server.complete(i, 30 + 9 * i), range(24)))
-        counted = settled(server)["paceline_assignments_total"]
-        asked, done = total(counted, "stage=before"), total(counted, "stage=after")
+        first, extras = counted, done - (asked - lost)
+        counted = settled(server)
+        rows = counted["paceline_assignments_total"]
+        asked, done = total(rows, "stage=before"), total(rows, "stage=after")
         workers = server.policy()["workers"]
+        dropped = total(counted["paceline_dropped_total"])
         assert asked == sum(w["assignments"] for w in workers)
-        assert asked - done == sum(w["dropped"] for w in workers) > 0
-        assert total(counted, "rank=0") > 0
-        assert total(counted, "rank=1") > 0
+        assert asked - done + extras == dropped == sum(w["dropped"] for w in workers)
+        for rank in ("rank=0", "rank=1"):
+            assert total(counted["paceline_dropped_total"], rank) > total(
+                first["paceline_dropped_total"], rank
+            )
     with serving(tmp_path / "log", "--policy", "capacity_factor=1000") as alone:
         assert same([alone.complete(i, 60 + i) for i in range(6)], off)

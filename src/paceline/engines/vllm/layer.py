@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.engines.facts import facts_for
+from paceline.engines.sharing import shares_budget, warn_of_sharing
 from paceline.engines.vllm import scores
 from paceline.engines.vllm.device import DeviceCap
 from paceline.engines.vllm.operators import widened
+from paceline.engines.vllm.policies import check_policy, never_binding
 from paceline.engines.vllm.tokens import Batch, current_batch, padding_of_forward
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import Assignment, RoutingInputs, route
 from paceline.routing.capacity import tokens_needed
 from paceline.routing.priority import token_priorities
-from paceline.routing.route import check_binding
 from paceline.routing.stats import LayerStats, LoadAccumulator
 
 DROPPED = -1
@@ -79,7 +78,7 @@ class CappedLayer:
         self._router, self._prompt_lengths = router, prompt_lengths
         self.scoring = scores.scoring_of(router)
         self._repeats = _may_repeat(router)
-        self._chosen_alone = getattr(router, "eplb_state", None) is not None
+        self.replicated = getattr(router, "eplb_state", None) is not None
         self._weightless = type(router).__name__.endswith("ZeroExpertRouter")
         self.units = placement or ExpertPlacement.per_expert(num_experts)
         self.loads = LoadAccumulator(name, self.units, k, "cpu")
@@ -87,6 +86,7 @@ class CappedLayer:
         self.watchers: list[Watcher] = []
         self.policy: CapacityPolicy | None = None
         self.slots = 0
+        self.warns = False  # whether this layer says that requests share a budget
         self._step = 0
         self._tokens_needed = 0
         self._never_binds: Callable[[int], bool] = lambda tokens: True
@@ -99,38 +99,9 @@ class CappedLayer:
         Raises:
             ValueError: naming the field, the layer and what is allowed.
         """
-        check_binding(policy, self.units, self.k)
+        check_policy(self, policy)
         if self.on_device is not None:
             self.on_device.check(policy)
-        facts = facts_for(policy)
-        if facts.scores and self.scoring is None:
-            what = "keep" if policy.keep == "score" else "expand"
-            raise ValueError(
-                f"{what}={getattr(policy, what)} is not allowed: how layer {self.name} scores its "
-                'experts is not known; say keep="weight".'
-            )
-        if facts.all_scores and self._chosen_alone:
-            raise ValueError(
-                f"expand={policy.expand} is not allowed under EPLB: a replica has no score."
-            )
-        if facts.modality:
-            raise ValueError(
-                f"drop_first={'+'.join(policy.drop_first)} is not allowed in vLLM: its MoE layers "
-                "don't tell image from text."
-            )
-        if policy.expand is not None and self.ranks.expert_ranks > 1 and self.ranks.data_ranks == 1:
-            raise ValueError(
-                f"expand={policy.expand} is not allowed where all ranks see the same tokens: they "
-                "live on no device."
-            )
-        if facts.source and self.ranks.data_ranks == 1:
-            asks = "pool=source" if policy.pool == "source" else f"expand={policy.expand}"
-            raise ValueError(f"{asks} needs data and expert parallelism: tokens live on no device.")
-        if policy.pool == "batch" and policy.caps and self.ranks.data_ranks > 1:
-            raise ValueError(
-                "pool=batch is not allowed under data parallelism, where a rank sees its own "
-                "tokens: say pool=source or pool=request."
-            )
 
     def follow(self, policy: CapacityPolicy | None) -> None:
         """Put a checked policy in force; None: nothing is done and nothing counted."""
@@ -149,27 +120,7 @@ class CappedLayer:
             self._routed = policy.replace(min_expert_load=0)
             if policy.expand != "own_device":
                 self._routed = self._routed.replace(pool="batch")
-        self._never_binds = self._never_binding(policy)
-
-    def _never_binding(self, policy: CapacityPolicy) -> Callable[[int], bool]:
-        """Whether a forward of so many tokens can't exceed any unit's places."""
-        factor, k, experts = policy.factor, self.k, self.num_experts
-        sizes = {1} if policy.unit == "expert" else set(self.units.sizes) - {0}
-        if factor is None or policy.expand is not None:
-            return lambda tokens: factor is None
-        # the most assignments that a token can have on a unit of each size
-        most = {size: k if self._repeats else min(k, size) for size in sizes}
-
-        @lru_cache(maxsize=4096)
-        def never(tokens: int) -> bool:
-            return all(
-                ceil(factor * tokens * k * n / experts) >= tokens * m for n, m in most.items()
-            )
-
-        always = all(factor * k * n / experts >= m for n, m in most.items())
-        if always or policy.pool == "request":
-            return lambda tokens: always
-        return never
+        self._never_binds = never_binding(policy, self.units, self.k, self._repeats)
 
     # -- running ----------------------------------------------------------------------------------
 
@@ -203,7 +154,7 @@ class CappedLayer:
         """The same in a captured graph, where no Python decides."""
         scored = None
         if self.scoring is not None:
-            chosen = self._router.logical_ids if self._chosen_alone else ids
+            chosen = self._router.logical_ids if self.replicated else ids
             table = scores.RULES[self.scoring](logits)
             scored = table.gather(1, chosen.long().clamp(0, table.shape[1] - 1))
         padding = padding_of_forward()
@@ -277,6 +228,9 @@ class CappedLayer:
                 # a copy: vLLM may use the memory again
                 self.loads.observe(self._assigned(ids, weights).clone(), batch.valid)
             return None
+        if self.warns and batch.requests > 1 and shares_budget(policy):
+            self.warns = False
+            warn_of_sharing(policy, batch.requests)
         inputs = self._inputs(batch, weights, ids, logits)
         assignment = route(inputs, self._routed, self.units)
         if self.ranks.counts:
@@ -298,7 +252,7 @@ class CappedLayer:
         given: dict[str, Any] = {}
         if facts.scores and self.scoring is not None:
             scored = scores.RULES[self.scoring](logits)
-            if self._chosen_alone:
+            if self.replicated:
                 chosen = self._router.logical_ids
                 given["topk_scores"] = scored.gather(1, chosen.long())
             else:

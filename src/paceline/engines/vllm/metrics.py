@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from paceline.engines.vllm.environment import MULTIPROCESS
+from paceline.engines.vllm.layer import CappedLayer
 from paceline.engines.vllm.model import CappedModel
 from paceline.routing.stats import LayerStats
 
@@ -54,7 +56,8 @@ class Publisher:
 
     def __init__(self, model: CappedModel) -> None:
         self._model = model
-        self._told: dict[tuple[str, ...], int] = {}
+        self._last: dict[str, LayerStats] = {}
+        self._capped = 0
         self._policy = ""
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -74,31 +77,38 @@ class Publisher:
                 self._publish_layer(layer, counted)
             self._publish_whole(stats)
 
-    def _publish_layer(self, layer: Any, stats: LayerStats) -> None:
-        ranks = layer.ranks
-        before, after = stats.expert_loads_before, stats.expert_loads_after
-        hosts = range(ranks.expert_ranks)
+    def _publish_layer(self, layer: CappedLayer, stats: LayerStats) -> None:
+        ranks, last = layer.ranks, self._last.get(layer.name)
+        self._last[layer.name] = stats
         if ranks.expert_ranks == 1:
-            rows = {0: range(layer.num_experts)}
+            rows = {0: tuple(range(layer.num_experts))}
         else:
             # where all ranks see the same tokens each counts its own experts' rows; a source of
             # tokens of its own counts them for whichever rank they go to
-            mine = hosts if ranks.data_ranks > 1 else [ranks.expert_rank]
+            several = ranks.data_ranks > 1
+            mine = range(ranks.expert_ranks) if several else [ranks.expert_rank]
             rows = {rank: layer.units.experts_of(rank) for rank in mine}
+        extras = stats.extras - (last.extras if last else 0)
         for rank, experts in rows.items():
-            asked = sum(before[e] for e in experts)
-            done = sum(after[e] for e in experts)
+            asked = _sum(stats.expert_loads_before, experts)
+            done = _sum(stats.expert_loads_after, experts)
+            if last is not None:
+                asked -= _sum(last.expert_loads_before, experts)
+                done -= _sum(last.expert_loads_after, experts)
             self._add("assignments", asked, layer.name, str(rank), "before")
             self._add("assignments", done, layer.name, str(rank), "after")
-            if not stats.extras:
+            if not extras:
                 self._add("dropped", asked - done, layer.name, str(rank))
-        if stats.extras:  # which of a device's rows are extras isn't counted
-            self._add("dropped", stats.dropped, layer.name, str(ranks.expert_rank))
+        if extras:  # which of a rank's rows are extras isn't known
+            lost = stats.dropped - (last.dropped if last else 0)
+            self._add("dropped", lost, layer.name, str(ranks.expert_rank))
 
     def _publish_whole(self, stats: list[LayerStats]) -> None:
         ranks = self._model.layers[0].ranks
         if ranks.data_ranks > 1 or ranks.expert_rank == 0:
-            self._add("capped_forwards", max(layer.capped_forwards for layer in stats))
+            capped = max(layer.capped_forwards for layer in stats)
+            self._add("capped_forwards", capped - self._capped)
+            self._capped = capped
         if not any(layer.tokens for layer in stats):
             return self._publish_policy()
         gauge, count = families()["device_peak_to_mean"], len(stats)
@@ -118,17 +128,17 @@ class Publisher:
             info.labels(policy).set(1)
             self._policy = policy
 
-    def _add(self, family: str, total: int, *labels: str) -> None:
-        """Raise a counter to a total; a smaller one is of statistics that began anew."""
-        key = (family, *labels)
-        new = total - self._told.get(key, 0)
-        self._told[key] = total
+    def _add(self, family: str, more: int, *labels: str) -> None:
         counter = families()[family]
-        (counter.labels(*labels) if labels else counter).inc(max(new, 0))
+        (counter.labels(*labels) if labels else counter).inc(max(more, 0))
 
     def _run(self) -> None:
         while not self._stop.wait(EVERY):
             self.publish()
+
+
+def _sum(loads: list[int], experts: Sequence[int]) -> int:
+    return sum(loads[expert] for expert in experts)
 
 
 def publisher_for(model: CappedModel) -> Publisher | None:

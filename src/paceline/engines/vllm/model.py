@@ -55,6 +55,7 @@ class CappedModel:
                 [r.moe_config.experts_per_token for r in runners],
             )
         self.layers = [self._layer(runner, index, rank) for index, runner in enumerate(runners)]
+        self.layers[0].warns = not self.accepted and rank == 0
         self.rank = rank
         self.set_policies(self._at_start())
         for runner, layer in zip(runners, self.layers, strict=True):
