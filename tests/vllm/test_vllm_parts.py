@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -100,14 +101,16 @@ def test_scores_are_the_routers_own_rule() -> None:
 
 def test_a_batch_knows_its_requests_positions_and_phases() -> None:
     """Requests of 3, 1 and 2 tokens, of which 0, 9 and 4 were computed; two rows of padding."""
+    starts = torch.tensor([0, 3, 4, 6], dtype=torch.int32)
+    requests = SimpleNamespace(query_start_loc=starts, seq_lens=torch.tensor([3, 10, 6]))
     batch = Batch(
         rows=8,
         real=True,
         valid=torch.arange(8) < 6,
         tokens=6,
-        starts=torch.tensor([0, 3, 4, 6]),
-        computed=torch.tensor([0, 9, 4]),
+        metadata={"mixer": None, "attention": requests},
     )
+    assert batch.requests == 3
     assert batch.request[:6].tolist() == [0, 0, 0, 1, 2, 2]
     assert batch.position[:6].tolist() == [0, 1, 2, 9, 4, 5]
     # the second request generates; the third has 7 prompt tokens and is in the middle of them

@@ -228,7 +228,7 @@ class CappedLayer:
                 # a copy: vLLM may use the memory again
                 self.loads.observe(self._assigned(ids, weights).clone(), batch.valid)
             return None
-        if self.warns and batch.requests > 1 and shares_budget(policy):
+        if self.warns and shares_budget(policy) and batch.requests > 1:
             self.warns = False
             warn_of_sharing(policy, batch.requests)
         inputs = self._inputs(batch, weights, ids, logits)

@@ -24,8 +24,7 @@ class Batch:
         valid: [rows] bool, False for padding; None: every token is real.
         tokens: real ones among the rows.
         everywhere: tokens of all data-parallel ranks together.
-        starts: [requests + 1] int64 first row of each request, None where nothing tells.
-        computed: [requests] int64 tokens that each request had computed before.
+        metadata: vLLM's, of its attention layers, which tells the requests.
     """
 
     rows: int
@@ -33,21 +32,39 @@ class Batch:
     valid: Tensor | None = None
     tokens: int = 0
     everywhere: int = 0
-    starts: Tensor | None = None
-    computed: Tensor | None = None
+    metadata: Any = None
     _known: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def starts(self) -> Tensor:
+        """[requests + 1] int64 first row of each request, and the end of the last.
+
+        Raises:
+            RuntimeError: if no attention layer tells.
+        """
+        self._read_requests()
+        return self._known["starts"]
+
+    @property
+    def computed(self) -> Tensor:
+        """[requests] int64 tokens that each request had computed before; raises like `starts`."""
+        self._read_requests()
+        return self._known["computed"]
 
     @property
     def requests(self) -> int:
         """How many requests share the forward, 0 where nothing tells."""
-        return 0 if self.starts is None else len(self.starts) - 1
+        try:
+            return len(self.starts) - 1
+        except RuntimeError:
+            return 0
 
     @property
     def request(self) -> Tensor:
         """[rows] int64 index of each token's request; padding belongs to the last."""
         if "request" not in self._known:
             row = torch.arange(self.rows)
-            index = torch.searchsorted(self._told(self.starts)[1:], row, right=True)
+            index = torch.searchsorted(self.starts[1:], row, right=True)
             self._known["request"] = index.clamp(max=max(self.requests - 1, 0))
         return self._known["request"]
 
@@ -55,9 +72,8 @@ class Batch:
     def position(self) -> Tensor:
         """[rows] int64 position of each token in its sequence."""
         if "position" not in self._known:
-            starts, request = self._told(self.starts), self.request
-            within = torch.arange(self.rows) - starts[request]
-            self._known["position"] = self._told(self.computed)[request] + within
+            within = torch.arange(self.rows) - self.starts[self.request]
+            self._known["position"] = self.computed[self.request] + within
         return self._known["position"]
 
     def decode(self, prompt_lengths: Tensor) -> Tensor:
@@ -66,14 +82,23 @@ class Batch:
         Args:
             prompt_lengths: [requests] int64.
         """
-        return (self._told(self.computed) >= prompt_lengths)[self.request]
+        return (self.computed >= prompt_lengths)[self.request]
 
-    def _told(self, value: Tensor | None) -> Tensor:
-        if value is None:
-            raise RuntimeError(
-                "paceline: vLLM's attention metadata names no requests, which this policy needs."
-            )
-        return value
+    def _read_requests(self) -> None:
+        if "starts" in self._known:
+            return
+        layers = self.metadata.values() if isinstance(self.metadata, dict) else ()
+        for layer in layers:
+            starts = getattr(layer, "query_start_loc", None)
+            lengths = getattr(layer, "seq_lens", None)
+            if isinstance(starts, Tensor) and isinstance(lengths, Tensor):
+                starts = starts.long()
+                self._known["starts"] = starts
+                self._known["computed"] = lengths.long()[: len(starts) - 1] - starts.diff()
+                return
+        raise RuntimeError(
+            "paceline: vLLM's attention metadata names no requests, which this policy needs."
+        )
 
 
 def current_batch(rows: int) -> Batch:
@@ -119,16 +144,4 @@ def _read(context: Any, rows: int) -> Batch:
     if context.dp_metadata is not None:
         everywhere = int(context.dp_metadata.num_tokens_across_dp_cpu.sum())
     valid = ~padding if padded else None
-    starts, computed = _requests(metadata) if tokens else (None, None)
-    return Batch(rows, tokens > 0, valid, tokens, everywhere, starts, computed)
-
-
-def _requests(metadata: Any) -> tuple[Tensor | None, Tensor | None]:
-    """First rows, and tokens computed before, of each request; of any layer that tells."""
-    for entry in metadata.values() if isinstance(metadata, dict) else ():
-        starts = getattr(entry, "query_start_loc", None)
-        lengths = getattr(entry, "seq_lens", None)
-        if isinstance(starts, Tensor) and isinstance(lengths, Tensor):
-            starts = starts.long()
-            return starts, lengths.long()[: len(starts) - 1] - starts.diff()
-    return None, None
+    return Batch(rows, tokens > 0, valid, tokens, everywhere, metadata)
