@@ -16,6 +16,7 @@ from paceline.cli.plan import plan
 from paceline.cli.record import record
 from paceline.cli.reorder import reorder
 from paceline.cli.report import report
+from paceline.cli.serve import serve
 from paceline.cli.simulate import simulate
 
 app = typer.Typer(
@@ -37,6 +38,7 @@ app.command("calibrate-hardware")(calibrate_hardware)
 app.command()(record)
 app.command("import")(import_trace)
 app.command()(simulate)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 
 
 @app.command()
