@@ -118,3 +118,31 @@ def test_a_model_moved_to_half_precision_while_attached_has_unrounded_scores() -
     after = scores("after")
     assert torch.equal(after, scores("before"))
     assert not torch.equal(after, after.bfloat16().float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_rounds_no_scores(dtype: torch.dtype) -> None:
+    model = tiny_models.build("qwen2_moe", dtype=dtype)
+    seen: list[Any] = []
+    heard: list[Any] = []
+    gate = model.model.layers[0].mlp.gate
+    hook = gate.register_forward_pre_hook(lambda _, args: heard.append(args[0]))
+    with attach(model, CAP) as pace, torch.autocast("cpu", torch.bfloat16):
+        pace.watch(lambda layer, inputs, assignment: seen.append(inputs.scores))
+        heard.clear()
+        output(model, GIVEN)
+    hook.remove()
+    with torch.no_grad():
+        given = (heard[0].bfloat16().float(), gate.weight.bfloat16().float())
+        exact = torch.nn.functional.linear(*given).softmax(-1)
+    torch.testing.assert_close(seen[0], exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["eager", "batched_mm"])
+def test_double_precision(how: str) -> None:
+    model = tiny_models.build("qwen2_moe")
+    model.set_experts_implementation(how)
+    with attach(model, CAP):
+        single = output(model, GIVEN)
+        double = output(model.double(), GIVEN)
+    torch.testing.assert_close(double.float(), single, rtol=1e-2, atol=1e-3)

@@ -100,8 +100,15 @@ class RouterLinear:
     def _again(self, router_input: Tensor) -> Tensor:
         weight, bias = self.holder.weight, getattr(self.holder, "bias", None)
         assert isinstance(weight, Tensor)
-        rows = router_input.reshape(-1, weight.shape[1]).float()
-        return F.linear(rows, weight.float(), bias.float() if isinstance(bias, Tensor) else None)
+        rows = router_input.reshape(-1, weight.shape[1])
+        bias = bias if isinstance(bias, Tensor) else None
+        kind = weight.device.type
+        if torch.is_autocast_enabled(kind):  # as the router was given them
+            low = torch.get_autocast_dtype(kind)
+            rows, weight = rows.to(low), weight.to(low)
+            bias = None if bias is None else bias.to(low)
+        with torch.autocast(kind, enabled=False):  # it would round what comes out
+            return F.linear(rows.float(), weight.float(), None if bias is None else bias.float())
 
     def _unchanged(self) -> bool:
         """Whether the layer's router is still this one, and nothing was put on its weight."""
