@@ -311,3 +311,16 @@ def test_a_copy_of_a_copy_is_free_too() -> None:
         twin = copy.deepcopy(copy.deepcopy(model))
     assert torch.equal(output(twin, given), base)
     attach(twin).detach()
+
+
+def test_a_wrong_watcher_and_wrong_experts_are_one_sentence(model: Any) -> None:
+    wrong: Any = 3
+    with attach(model, CAP) as pace:
+        for call, message in (
+            (lambda: pace.watch(wrong), "watcher=3 is not allowed"),
+            (lambda: pace.watch(print, wrong), "facts=3 is not allowed"),
+            (lambda: pace.replace_experts(wrong), "experts=3 is not allowed"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                call()
+        output(model, tiny_models.inputs())

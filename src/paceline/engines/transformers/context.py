@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.engines.facts import Facts
 from paceline.engines.transformers.arguments import (
@@ -290,6 +290,9 @@ class ForwardContext:
         positions = positions_of(self._arguments)
         if positions is not None and positions.shape in ((1, length), (batch, length)):
             return positions.expand(batch, length).reshape(-1).long()
+        if self._ends is not None:
+            starts = nn.functional.pad(self._ends, (1, 0)).long()
+            return torch.arange(length, device=self.device) - starts[self._packed]
         row = torch.arange(length, device=self.device) + self.past_length
         return row.expand(batch, length).reshape(-1)
 

@@ -22,6 +22,7 @@ from paceline.engines.transformers.running import Running, Watcher
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing.stats import LayerStats
+from paceline.text import shortened
 
 
 class CapNeverAppliedWarning(UserWarning):
@@ -171,13 +172,15 @@ class Pace:
             What ends it.
 
         Raises:
-            ValueError: if it can't be called.
+            ValueError: if it can't be called, or `facts` are none.
         """
         if not callable(watcher):
             raise ValueError(
                 f"watcher={watcher!r} is not allowed: it is a function of (layer, inputs, "
                 "assignment)."
             )
+        if not isinstance(facts, Facts):
+            raise ValueError(f"facts={shortened(facts)} is not allowed: they are Facts.")
         entry, running = (watcher, facts), self._running
 
         def change(watchers: tuple[tuple[Watcher, Facts], ...]) -> None:
@@ -204,7 +207,15 @@ class Pace:
 
         Returns:
             What puts the layers' own way back.
+
+        Raises:
+            ValueError: if it can't be called.
         """
+        if not callable(experts):
+            raise ValueError(
+                f"experts={shortened(experts)} is not allowed: it is a function of (layer, run, "
+                "hidden, ids, weights)."
+            )
         for layer in self._layers:
             layer.replace_experts(experts)
 
