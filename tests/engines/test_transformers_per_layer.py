@@ -324,3 +324,10 @@ def test_a_wrong_watcher_and_wrong_experts_are_one_sentence(model: Any) -> None:
             with pytest.raises(ValueError, match=message):
                 call()
         output(model, tiny_models.inputs())
+
+
+def test_an_attached_model_says_why_it_cannot_be_pickled(tmp_path: Path) -> None:
+    model = tiny_models.build("qwen2_moe")
+    with attach(model, CAP), pytest.raises(TypeError, match="detach it first"):
+        torch.save(model, tmp_path / "model.pt")
+    torch.save(model, tmp_path / "model.pt")
