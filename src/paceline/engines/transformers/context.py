@@ -106,13 +106,15 @@ class ForwardContext:
         calls = self._inner_calls.get(module, 0)
         self._inner_calls[module] = calls + 1
         tokens, mask = tokens_of(arguments), arguments.get("attention_mask")
+        own = self._arguments.get("attention_mask")
         if self.tokens is None:
             return arguments
+        if tokens is self.tokens and mask is own:
+            return None
         if tokens is None or self.shape is None:
             return None
         if tokens.shape[:2] != self.shape:
             return arguments
-        own = self._arguments.get("attention_mask")
         if not tokens.is_floating_point() and not self._same_ids(tokens):
             return arguments
         if is_padding_mask(mask):
