@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.numbers import whole_number
+from paceline.text import shortened
+
+MAX_DEVICES = 2**20
+"""Of a placement: a slip of a digit is not to fill the memory."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +40,17 @@ class ExpertPlacement:
 
     def __post_init__(self) -> None:
         hosts, count = _listed(self.expert_to_device), whole_number(self.num_devices)
-        if count is None or count < 1:
+        if count is None or not 1 <= count <= MAX_DEVICES:
             raise ValueError(
-                f"num_devices={self.num_devices!r} is not allowed: it is a whole number >= 1."
+                f"num_devices={shortened(self.num_devices)} is not allowed: it is a whole number "
+                f"from 1 to {MAX_DEVICES}."
             )
         devices: list[int] = []
         for expert, host in enumerate(hosts):
             device = whole_number(host)
             if device is None or not 0 <= device < count:
                 raise ValueError(
-                    f"expert_to_device[{expert}]={host!r} is not allowed: it is a device, "
+                    f"expert_to_device[{expert}]={shortened(host)} is not allowed: it is a device, "
                     f"with num_devices={count} from 0 to {count - 1}."
                 )
             devices.append(device)

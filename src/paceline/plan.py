@@ -12,8 +12,10 @@ from typing import Any
 
 import tomli_w
 
+from paceline.numbers import whole_number
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
+from paceline.text import shortened
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -45,7 +47,8 @@ class Plan:
         calibration: folder of the calibration, relative to the plan's file.
 
     Raises:
-        PlanError: if there is neither one policy (or placement) nor one a layer.
+        PlanError: if a field is not what it should be, or there is neither one policy (or
+            placement) nor one a layer.
 
     >>> Plan((CapacityPolicy(capacity_factor=1.25),), (8,)).policy_of(3).capacity_factor
     1.25
@@ -59,6 +62,23 @@ class Plan:
     calibration: str | None = None
 
     def __post_init__(self) -> None:
+        for name in _MODEL_FIELDS:
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _count(f"model.{name}", getattr(self, name)))
+        if not isinstance(self.calibration, str | None):
+            raise PlanError(
+                f"plan: calibration={shortened(self.calibration)} is not allowed: it is the name "
+                "of a folder."
+            )
+        for name in ("policies", "placements"):
+            values: Any = getattr(self, name)
+            if not isinstance(values, (list, tuple)):
+                raise PlanError(
+                    f"plan: {name} is a {type(values).__name__}: allowed is a tuple with one for "
+                    "all layers, or one a layer."
+                )
+            read = _given_policy if name == "policies" else _given_placement
+            object.__setattr__(self, name, tuple(map(read, range(len(values)), values)))
         several = {
             name: len(values)
             for name in ("policies", "placements")
@@ -172,8 +192,10 @@ class Plan:
         """
         try:
             fields = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise PlanError(f"{name} is not TOML: {error}.") from None
+        except ValueError as error:  # a number of too many digits is no TOMLDecodeError
+            raise PlanError(f"{name} is not TOML: {shortened(str(error), 160)}.") from None
+        except RecursionError:
+            raise PlanError(f"{name} is not allowed: it nests too deeply.") from None
         try:
             return cls(**_read(fields))
         except ValueError as error:
@@ -192,6 +214,8 @@ class Plan:
             raise PlanError(f"{path} is not UTF-8 text.") from None
         except OSError as error:
             raise PlanError(f"{path} can't be read: {error.strerror}.") from None
+        except (TypeError, ValueError) as error:  # no path at all, or one with a null byte
+            raise PlanError(f"{path!r} can't be read: {error}.") from None
         return cls.from_toml(text, str(path))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -229,24 +253,44 @@ def _placement_fields(placement: ExpertPlacement | int) -> dict[str, Any]:
     }
 
 
+def _count(name: str, value: Any) -> int:
+    count = whole_number(value)
+    if count is None or count < 1:
+        raise PlanError(f"{name}={shortened(value)} is not allowed: it is a whole number >= 1.")
+    return count
+
+
+def _given_policy(index: int, policy: Any) -> CapacityPolicy:
+    if not isinstance(policy, CapacityPolicy):
+        raise PlanError(
+            f"plan: policies[{index}] is a {type(policy).__name__}: allowed is a CapacityPolicy."
+        )
+    return policy
+
+
+def _given_placement(index: int, placement: Any) -> ExpertPlacement | int:
+    if isinstance(placement, ExpertPlacement):
+        return placement
+    return _count(f"placements[{index}]", placement)
+
+
 def _read(fields: Mapping[str, Any]) -> dict[str, Any]:
     unknown = [name for name in fields if name not in _FIELDS]
     if unknown:
-        raise PlanError(f"{unknown[0]} is not a field of a plan: allowed are {', '.join(_FIELDS)}.")
-    if fields.get("version") != VERSION or isinstance(fields["version"], bool):
-        raise PlanError(f"version={fields.get('version')!r} is not allowed: it is {VERSION}.")
-    calibration = fields.get("calibration")
-    if not isinstance(calibration, str | None):
-        raise PlanError(f"calibration={calibration!r} is not allowed: it is the name of a folder.")
+        name = shortened(unknown[0])
+        raise PlanError(f"{name} is not a field of a plan: allowed are {', '.join(_FIELDS)}.")
+    if whole_number(fields.get("version")) != VERSION:
+        raise PlanError(
+            f"version={shortened(fields.get('version'))} is not allowed: it is {VERSION}."
+        )
     model = fields.get("model", {})
     if not isinstance(model, dict) or not set(model) <= set(_MODEL_FIELDS):
-        raise PlanError(f"model={model!r} is not allowed: its fields are layers, experts and k.")
-    for name, value in model.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise PlanError(f"model.{name}={value!r} is not allowed: it is a whole number >= 1.")
+        raise PlanError(
+            f"model={shortened(model)} is not allowed: its fields are layers, experts and k."
+        )
     return {
         **model,
-        "calibration": calibration,
+        "calibration": fields.get("calibration"),
         "policies": tuple(map(_policy, _tables(fields, "policy", "policies"))),
         "placements": tuple(map(_placement, _tables(fields, "placement", "placements"))),
     }
@@ -267,19 +311,18 @@ def _policy(fields: dict[str, Any]) -> CapacityPolicy:
 
 
 def _placement(fields: dict[str, Any]) -> ExpertPlacement | int:
-    devices, experts = fields.get("num_devices"), fields.get("expert_to_device")
+    devices: int | None = fields.get("num_devices")
+    experts = fields.get("expert_to_device")
     unknown = set(fields) - {"num_devices", "expert_to_device"}
     if unknown or (devices is None and experts is None):
         raise PlanError(
-            f"placement {sorted(fields)} is not allowed: its fields are num_devices and "
+            f"placement {shortened(sorted(fields))} is not allowed: its fields are num_devices and "
             "expert_to_device."
         )
-    if devices is not None and (
-        not isinstance(devices, int) or isinstance(devices, bool) or devices < 1
-    ):
-        raise PlanError(f"num_devices={devices!r} is not allowed: it is a whole number >= 1.")
-    if experts is None:
-        return int(devices) if devices is not None else 1
+    if devices is not None:
+        devices = _count("num_devices", devices)
+    if experts is None and devices is not None:
+        return devices
     if not isinstance(experts, list) or any(
         not isinstance(device, int) or isinstance(device, bool) for device in experts
     ):

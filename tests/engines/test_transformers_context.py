@@ -65,6 +65,27 @@ def test_positions_requests_and_decode_steps() -> None:
     assert not context(input_ids=ids[:, :1]).is_decode
 
 
+def test_sequences_packed_in_a_model_that_reads_images() -> None:
+    ids = torch.zeros((1, 6), dtype=torch.int64)
+    text = torch.tensor([[0, 1, 2, 0, 1, 0]])
+    axes = text.expand(3, 1, 6)
+    packed = ForwardContext({"input_ids": ids, "position_ids": torch.stack([text, *axes])}, None)
+    assert packed.num_requests == 3
+    assert torch.unique(packed.request, return_counts=True)[1].tolist() == [3, 2, 1]
+    assert packed.position.tolist() == text[0].tolist()
+    # without positions in the text Transformers' own masks don't tell sequences apart either
+    alone = ForwardContext({"input_ids": ids, "position_ids": axes}, None)
+    assert alone.num_requests == 1
+
+
+def test_positions_in_sequences_that_are_told_apart_by_their_lengths_alone() -> None:
+    ids = torch.zeros((1, 8), dtype=torch.int64)
+    ends = torch.tensor([0, 3, 5, 6], dtype=torch.int32)
+    packed = ForwardContext({"input_ids": ids, "cu_seq_lens_q": ends}, None)
+    assert packed.valid.tolist() == [True] * 6 + [False] * 2
+    assert packed.position[packed.valid].tolist() == [0, 1, 2, 0, 1, 0]
+
+
 def test_token_sources() -> None:
     ids = torch.zeros(4, 2, dtype=torch.int64)
     assert context(input_ids=ids).source(2) is None

@@ -311,3 +311,23 @@ def test_a_copy_of_a_copy_is_free_too() -> None:
         twin = copy.deepcopy(copy.deepcopy(model))
     assert torch.equal(output(twin, given), base)
     attach(twin).detach()
+
+
+def test_a_wrong_watcher_and_wrong_experts_are_one_sentence(model: Any) -> None:
+    wrong: Any = 3
+    with attach(model, CAP) as pace:
+        for call, message in (
+            (lambda: pace.watch(wrong), "watcher=3 is not allowed"),
+            (lambda: pace.watch(print, wrong), "facts=3 is not allowed"),
+            (lambda: pace.replace_experts(wrong), "experts=3 is not allowed"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                call()
+        output(model, tiny_models.inputs())
+
+
+def test_an_attached_model_says_why_it_cannot_be_pickled(tmp_path: Path) -> None:
+    model = tiny_models.build("qwen2_moe")
+    with attach(model, CAP), pytest.raises(TypeError, match="detach it first"):
+        torch.save(model, tmp_path / "model.pt")
+    torch.save(model, tmp_path / "model.pt")

@@ -354,3 +354,13 @@ def test_bad_labels_end_in_one_sentence(model: Any, name: str) -> None:
             pytest.raises(ValueError, match=f"token_{name}"),
         ):
             output(model, given)
+
+
+def test_labels_of_the_wrong_way_round_are_refused(model: Any) -> None:
+    given = tiny_models.inputs(batch=4, length=16)
+    valid = torch.ones((16, 4), dtype=torch.bool)
+    with (
+        attach(model, token_valid=valid),
+        pytest.raises(ValueError, match=r"token_valid has shape \[16, 4\]: allowed is \[4\]"),
+    ):
+        output(model, given)

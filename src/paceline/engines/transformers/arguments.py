@@ -35,6 +35,20 @@ def is_padding_mask(mask: Any) -> bool:
     return isinstance(mask, Tensor) and mask.dim() == 2
 
 
+def positions_of(arguments: dict[str, Any]) -> Tensor | None:
+    """[batch or 1, length] positions in the text that a forward is given, if any.
+
+    Models that read images take [4, batch, length]: the first are those of the text, the others
+    time, height and width; with three of these alone, nothing is said of the text.
+    """
+    positions = arguments.get("position_ids")
+    if not isinstance(positions, Tensor):
+        return None
+    if positions.dim() == 3 and positions.shape[0] == 4:
+        return positions[0]
+    return positions if positions.dim() == 2 else None
+
+
 def cache_of(arguments: dict[str, Any]) -> Any:
     """The cache a forward is given, None without one."""
     return next((c for name in _CACHES if (c := arguments.get(name)) is not None), None)

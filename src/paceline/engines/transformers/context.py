@@ -10,14 +10,16 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from paceline.engines.facts import Facts
 from paceline.engines.transformers.arguments import (
     MODALITY_OF_TYPE,
     cache_of,
     cached_tokens,
     is_padding_mask,
     modality_tokens,
+    positions_of,
     tokens_of,
 )
 from paceline.engines.transformers.generation import Generation
@@ -57,6 +59,7 @@ class ForwardContext:
         rows: batch * length, None without tokens.
         step: number of the forward, a 0-d tensor, where anybody counts.
         rules: in force for this forward, one a layer.
+        watchers: of this forward, with the facts that they ask for.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class ForwardContext:
         self._inner_calls: dict[int, int] = {}
         self.step: Tensor | int = 0
         self.rules: tuple[Any, ...] = ()
+        self.watchers: tuple[tuple[Any, Facts], ...] = ()
         self.tokens = tokens = tokens_of(arguments)
         self.shape: tuple[int, int] | None = None
         self.rows: int | None = None
@@ -102,18 +106,22 @@ class ForwardContext:
         calls = self._inner_calls.get(module, 0)
         self._inner_calls[module] = calls + 1
         tokens, mask = tokens_of(arguments), arguments.get("attention_mask")
+        own = self._arguments.get("attention_mask")
         if self.tokens is None:
             return arguments
+        if tokens is self.tokens and mask is own:
+            return None
         if tokens is None or self.shape is None:
             return None
         if tokens.shape[:2] != self.shape:
             return arguments
-        own = self._arguments.get("attention_mask")
         if not tokens.is_floating_point() and not self._same_ids(tokens):
             return arguments
         if is_padding_mask(mask):
+            if mask is own:
+                return None
             given = {name: value for name, value in arguments.items() if value is not None}
-            return None if mask is own else {**self._arguments, **given}
+            return {**self._arguments, **given}
         if calls == 0 or tokens is self.tokens:
             return None
         # the same module once more, on embeddings of its own: only what it is given now counts
@@ -124,7 +132,7 @@ class ForwardContext:
         """The context of a forward inside this one, with arguments that `of_inner` gave."""
         config = self._config if config is None else config
         inner = ForwardContext(arguments, config, self._labels, self._generation, self._counts_past)
-        inner.step, inner.rules = self.step, self.rules
+        inner.step, inner.rules, inner.watchers = self.step, self.rules, self.watchers
         return inner
 
     def _same_ids(self, ids: Tensor) -> bool:
@@ -165,10 +173,10 @@ class ForwardContext:
         Sequences packed into one row without a mask or a cache are told apart by their positions
         alone: Transformers' own masks say so (`find_packed_sequence_indices`).
         """
-        positions, mask = self._arguments.get("position_ids"), self._arguments.get("attention_mask")
+        positions, mask = positions_of(self._arguments), self._arguments.get("attention_mask")
         if self.shape is None or mask is not None or cache_of(self._arguments) is not None:
             return None
-        if not isinstance(positions, Tensor) or positions.dim() != 2:
+        if positions is None:
             return None
         if positions.shape[1] != self.shape[1] or self.shape[1] == 1:
             return None
@@ -194,14 +202,13 @@ class ForwardContext:
         """
         if self.shape is None:
             return None
-        parts = [self._unpadded(), self._labels.of("valid", *self.shape, self.device)]
+        valid = self._unpadded()
+        if self._labels.valid is not None:
+            valid = _both(valid, self._labels.of("valid", *self.shape, self.device))
         ended = None if self._generation is None else self._generation.ended
         if ended is not None and ended.shape[0] == self.shape[0]:
-            parts.append((~ended).to(self.device).repeat_interleave(self.shape[1]))
-        valid: Tensor | None = None
-        for part in parts:
-            if part is not None:
-                valid = part if valid is None else valid & part
+            running = (~ended).to(self.device).repeat_interleave(self.shape[1])
+            valid = _both(valid, running)
         return valid
 
     def _unpadded(self) -> Tensor | None:
@@ -282,9 +289,12 @@ class ForwardContext:
         if is_padding_mask(mask):
             real: Tensor = mask != 0
             return (real.long().cumsum(1) - 1)[:, -length:].reshape(-1)
-        positions = self._arguments.get("position_ids")
-        if isinstance(positions, Tensor) and positions.shape in ((1, length), (batch, length)):
+        positions = positions_of(self._arguments)
+        if positions is not None and positions.shape in ((1, length), (batch, length)):
             return positions.expand(batch, length).reshape(-1).long()
+        if self._ends is not None:
+            starts = nn.functional.pad(self._ends, (1, 0)).long()
+            return torch.arange(length, device=self.device) - starts[self._packed]
         row = torch.arange(length, device=self.device) + self.past_length
         return row.expand(batch, length).reshape(-1)
 
@@ -389,3 +399,10 @@ class ForwardContext:
             if len(index) == rows:
                 return index
         return None
+
+
+def _both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """What both say; None says yes to all."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one & other

@@ -74,6 +74,8 @@ class Execution:
                 return (self._eager if stock else original)(hidden, ids, weights)
         elif self._replaced:
             pass
+        elif how == "batched_mm" and hidden.dtype is torch.float64:
+            pass  # which torch has no grouped product of
         elif how in _WITH_SENTINEL or (how == "batched_mm" and stock):
             # batched_mm computes every slot, whatever its weight
             how = "grouped_mm" if how == "batched_mm" else how

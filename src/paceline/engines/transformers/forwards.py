@@ -49,6 +49,10 @@ class Switch:
     def __deepcopy__(self, memo: Any) -> Switch:
         return self
 
+    def __reduce__(self) -> Any:
+        # what is loaded elsewhere could never be detached
+        raise TypeError("an attached model can't be pickled: detach it first.")
+
 
 _MARK = "_paceline_stand_in"
 

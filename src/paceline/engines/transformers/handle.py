@@ -22,6 +22,7 @@ from paceline.engines.transformers.running import Running, Watcher
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing.stats import LayerStats
+from paceline.text import shortened
 
 
 class CapNeverAppliedWarning(UserWarning):
@@ -93,6 +94,10 @@ class Pace:
 
     def set_policies(self, policies: Sequence[CapacityPolicy]) -> None:
         """Put policies in force, one a layer; see `policy`."""
+        with self._running.changing:
+            self._change_policies(policies)
+
+    def _change_policies(self, policies: Sequence[CapacityPolicy]) -> None:
         pairs = list(zip(self._layers, policies, strict=True))
         pairs = [(layer, layer.applicable(policy)) for layer, policy in pairs]
         self._layers[0].agree("policy", [str(policy) for _, policy in pairs])
@@ -167,20 +172,29 @@ class Pace:
             What ends it.
 
         Raises:
-            ValueError: if it can't be called.
+            ValueError: if it can't be called, or `facts` are none.
         """
         if not callable(watcher):
             raise ValueError(
                 f"watcher={watcher!r} is not allowed: it is a function of (layer, inputs, "
                 "assignment)."
             )
-        undo = self._running.watch(watcher, facts)
-        self._watch_routers([rule.routes for rule in self._running.rules])
+        if not isinstance(facts, Facts):
+            raise ValueError(f"facts={shortened(facts)} is not allowed: they are Facts.")
+        entry, running = (watcher, facts), self._running
+
+        def change(watchers: tuple[tuple[Watcher, Facts], ...]) -> None:
+            # first routers are listened to, for the forward that begins in another thread
+            running.watched_facts = Facts.union(*(asked for _, asked in watchers))
+            self._watch_routers([rule.routes for rule in running.rules])
+            running.watchers = watchers
 
         def end() -> None:
-            undo()
-            self._watch_routers([rule.routes for rule in self._running.rules])
+            with running.changing:
+                change(tuple(other for other in running.watchers if other is not entry))
 
+        with running.changing:
+            change((*running.watchers, entry))
         return end
 
     def replace_experts(self, experts: ReplacedExperts) -> Callable[[], None]:
@@ -193,7 +207,15 @@ class Pace:
 
         Returns:
             What puts the layers' own way back.
+
+        Raises:
+            ValueError: if it can't be called.
         """
+        if not callable(experts):
+            raise ValueError(
+                f"experts={shortened(experts)} is not allowed: it is a function of (layer, run, "
+                "hidden, ids, weights)."
+            )
         for layer in self._layers:
             layer.replace_experts(experts)
 
@@ -250,10 +272,11 @@ class Pace:
 
         Copies made of the model while it was attached run as the untouched model from here on.
         """
-        if self._attached:
-            self._attached = False
-            self._running.switch.on = False
-            self._undo.close()
+        with self._running.changing:
+            if self._attached:
+                self._attached = False
+                self._running.switch.on = False
+                self._undo.close()
 
     def __enter__(self) -> Pace:
         return self

@@ -68,8 +68,10 @@ class UserLabels:
         # [batch] comes first: with one token a sequence the two are the same
         if labels.shape == (batch,):
             return labels.repeat_interleave(length)
-        if labels.numel() == batch * length:
+        if labels.shape == (batch, length):
             return labels.reshape(-1)
+        if labels.numel() == batch * length and 1 in (batch, labels.dim()):
+            return labels.reshape(-1)  # a layer run outside the model's forward sees one row
         raise ValueError(
             f"token_{name} has shape {list(labels.shape)}: allowed is [{batch}] or "
             f"[{batch}, {length}]."

@@ -75,6 +75,7 @@ class AttachedLayer:
         self._replaced: ReplacedExperts | None = None
         self._stand_in: StandIn | None = None
         self._router_watch: StandIn | _LastHook | None = None
+        self._router_double: Any = self  # the router's forward while it is heard by a stand-in
         # where only the router could be tried, that the block calls its experts is seen later
         self.ran_block = found.ran_block
         counted = placement or ExpertPlacement.per_expert(num_experts)
@@ -106,6 +107,7 @@ class AttachedLayer:
             if double is not None:
                 double.undo()
         self._router_watch = self._stand_in = None
+        self._router_double = self
 
     def watch_router(self) -> None:
         """Keep what the router says from here on, as the block gets it.
@@ -113,33 +115,48 @@ class AttachedLayer:
         An adapter, a wrapper or a hook may be put on the router at any time, so this is asked
         before every forward that may need scores.
         """
+        router = self.modules.block._modules[self.modules.router_name]
+        assert router is not None  # found with it
+        known = router.__dict__.get("forward") is self._router_double
+        if known and not router._forward_hooks:
+            return
+        with self._running.changing:  # once, whatever other threads begin meanwhile
+            if self._running.switch.on and not self._hears_router():
+                self._listen_to_router()
+
+    def _hears_router(self) -> bool:
+        """Whether what is kept now is what the block gets."""
         router, watch = self.modules.router, self._router_watch
+        if watch is None or watch.module is not router:
+            return False
         hooks = router._forward_hooks
         if isinstance(watch, _LastHook):
-            last = watch.module is router and next(reversed(hooks), None) == watch.key
-        else:
-            last = not hooks and stands_in(router.__dict__.get("forward")) is watch
-            last = last and watch is not None and watch.module is router
-        if last:
-            return
+            return next(reversed(hooks), None) == watch.key
+        return not hooks and stands_in(router.__dict__.get("forward")) is watch
+
+    def _listen_to_router(self) -> None:
+        router, watch = self.modules.router, self._router_watch
         if watch is not None:
             watch.undo()
+        self._router_double = self
         if router._forward_hooks:  # what they change is what the block gets: be the last of them
-            handle = router.register_forward_hook(self._keep_router_call, with_kwargs=True)
+            handle = router.register_forward_hook(self._hear_router, with_kwargs=True)
             self._router_watch = _LastHook(router, handle)
             return
         run = partial(self._run_router, router.forward)
         self._router_watch = stand_in(router, self._running.switch, run)
+        self._router_double = router.__dict__["forward"]
 
     def _run_router(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        out = run(*args, **kwargs)
-        self._keep_router_call(None, args, kwargs, out)
+        out, running = run(*args, **kwargs), self._running
+        if running.switch.on:
+            given = args[0] if args else first_argument(args, kwargs)
+            running.threads.here.router[self.name] = (given, out)
         return out
 
-    def _keep_router_call(self, _: Any, args: Any, kwargs: Any, out: Any) -> None:
-        running = self._running
-        if running.switch.on:
-            running.here.router[self.name] = (first_argument(args, kwargs), out)
+    def _hear_router(self, _: Any, args: Any, *rest: Any) -> None:
+        if len(rest) == 2 and self._running.switch.on:  # else it was removed while the router ran
+            self._running.here.router[self.name] = (first_argument(args, rest[0]), rest[1])
 
     # -- running ----------------------------------------------------------------------------------
 
@@ -149,17 +166,24 @@ class AttachedLayer:
         if not running.switch.on:
             return self._original(*args, **kwargs)
         hidden, ids, weights = bind(self._names, args, kwargs) if kwargs else args
-        here, rows = running.here, ids.shape[0]
+        here, rows = running.threads.here, ids.shape[0]
         router = here.router.pop(self.name, None) if here.router else None
         context = here.context
-        rule: LayerRule = (running.rules if context is None else context.rules)[self.index]
         if context is None or context.rows is None:
-            context = running.unknown_tokens(rule, self.name, rows, ids.device)
-        watchers = running.watchers
-        if rule.stays_out(context, rows, ids.is_cpu) and not watchers:
-            self.loads.observe(ids, self._valid(context, rows))
+            context = running.unknown_tokens(self.index, self.name, rows, ids.device)
+        rule: LayerRule = context.rules[self.index]
+        watchers = context.watchers
+        if not watchers and (not rule.routes or rule.stays_out(context, rows, ids.is_cpu)):
+            valid = context.valid if context.rows == rows else self._valid(context, rows)
+            self.loads.observe(ids, valid)
+            if self._replaced is None:
+                return self._original(hidden, ids, weights)
             return self._run(hidden, ids, weights)
-        facts = rule.facts if not watchers else Facts.union(rule.facts, running.watched_facts)
+        facts = (
+            rule.facts
+            if not watchers
+            else Facts.union(rule.facts, *(asked for _, asked in watchers))
+        )
         inputs = self._inputs(context, facts, rule.policy, ids, weights, router)
         assignment = self._route(inputs, rule.policy)
         with torch.no_grad():
@@ -167,8 +191,9 @@ class AttachedLayer:
                 self.loads.add(assignment)
             else:
                 self.loads.observe(ids, inputs.valid)
-            for watcher, _ in watchers:
-                watcher(self.name, inputs, assignment)
+            for entry in watchers:
+                if entry in running.watchers:  # else it has ended meanwhile
+                    entry[0](self.name, inputs, assignment)
         if not rule.routes or rule.policy.mode != "enforce":
             return self._run(hidden, ids, weights)
         return self._run_kept(hidden, ids, weights, assignment)

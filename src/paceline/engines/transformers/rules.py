@@ -23,6 +23,7 @@ class LayerRule:
             sees tokens, on an accelerator and on a CPU.
         few: rows of this layer below which nothing is capped, likewise.
         together: whether other ranks decide with this one, so that it can't stay out alone.
+        routes: whether the policy can drop anything, or count what would be dropped.
     """
 
     policy: CapacityPolicy
@@ -30,15 +31,11 @@ class LayerRule:
     min_expert_load: tuple[float, float]
     few: tuple[int, int]
     together: bool
-
-    @property
-    def routes(self) -> bool:
-        """Whether the policy can drop anything, or count what would be dropped."""
-        return self.policy.caps
+    routes: bool
 
     def stays_out(self, context: ForwardContext | None, rows: int, on_cpu: bool) -> bool:
         """Whether it is certain on the host that nothing will be capped."""
-        if not self.policy.caps:
+        if not self.routes:
             return True
         if self.together:
             return False
@@ -62,7 +59,8 @@ def layer_rule(
     loads = [policy.resolved_min_expert_load(kind) for kind in ("cuda", "cpu")]
     elsewhere, on_cpu = (load_of_a_rank(load, ranks) for load in loads)
     few = (tokens_needed(elsewhere, k, num_experts), tokens_needed(on_cpu, k, num_experts))
-    return LayerRule(policy, facts_for(policy), (elsewhere, on_cpu), few, together)
+    facts = facts_for(policy)
+    return LayerRule(policy, facts, (elsewhere, on_cpu), few, together, policy.caps)
 
 
 @lru_cache(maxsize=64)

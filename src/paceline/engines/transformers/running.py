@@ -1,8 +1,8 @@
 """What the layers of one attached model share: the rules in force, and the forward that is running.
 
 Forwards of one model may overlap in several threads: each thread has a running forward, a running
-`generate` and router outputs of its own, and a forward keeps the rules that were in force when it
-began. Within a thread forwards nest and never overlap.
+`generate` and router outputs of its own, and a forward keeps the rules and the watchers that there
+were when it began. Within a thread forwards nest and never overlap.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ class Running:
         switch: of all stand-ins.
         step: number of the forward, from 0, counted while keep="random" asks for it; a tensor, so
             that a compiled model isn't compiled anew for every forward.
-        watchers: see every routed forward; with the facts that they ask for.
+        watchers: of forwards that begin from now on, with the facts that they ask for.
+        watched_facts: what routers are listened to for: at least what the watchers ask for.
+        threads: their `here` is what is running in the calling thread.
+        changing: held while policies, watchers and what stands in for routers are changed.
         before_forward: called before every forward.
     """
 
@@ -84,14 +87,15 @@ class Running:
         self._of_this_process()
 
     def _of_this_process(self) -> None:
-        self._threads = _Threads()
+        self.threads = _Threads()
         self._lock = threading.Lock()
+        self.changing = threading.RLock()
         self.watchers: tuple[tuple[Watcher, Facts], ...] = ()
         self.watched_facts = NO_FACTS
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy runs forwards of its own, which nobody watches."""
-        own = ("_threads", "_lock", "watchers", "watched_facts")
+        own = ("threads", "_lock", "changing", "watchers", "watched_facts")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -101,7 +105,7 @@ class Running:
     @property
     def here(self) -> Here:
         """What is running in the calling thread."""
-        return self._threads.here
+        return self.threads.here
 
     @property
     def context(self) -> ForwardContext | None:
@@ -120,23 +124,6 @@ class Running:
     def prompt_alone(self) -> bool:
         """Whether a prompt must be processed without guessed tokens behind it."""
         return any(r.policy.phase == "prefill" and r.policy.mode == "enforce" for r in self.rules)
-
-    def watch(self, watcher: Watcher, facts: Facts) -> Callable[[], None]:
-        """Call `watcher` on every forward from now on; returns what ends it."""
-        entry = (watcher, facts)
-
-        def change(watchers: tuple[tuple[Watcher, Facts], ...]) -> None:
-            self.watched_facts = Facts.union(*(asked for _, asked in watchers))
-            self.watchers = watchers
-
-        with self._lock:
-            change((*self.watchers, entry))
-
-        def undo() -> None:
-            with self._lock:
-                change(tuple(other for other in self.watchers if other is not entry))
-
-        return undo
 
     # -- following the model's forwards -----------------------------------------------------------
 
@@ -168,7 +155,7 @@ class Running:
     ) -> Any:
         if not self.switch.on:
             return forward(*args, **kwargs)
-        here, arguments = self.here, named_arguments(names, args, kwargs)
+        here, arguments = self.threads.here, named_arguments(names, args, kwargs)
         outer = here.context
         if outer is None:
             here.context = self._begin(arguments, config)
@@ -178,7 +165,7 @@ class Running:
                 here.context = outer.inside(inner, config if inner is arguments else None)
         try:
             out = forward(*args, **kwargs)
-            if outer is None and here.router:
+            if outer is None and here.router and self.switch.on:  # else detached meanwhile
                 self._check_reached(here.router)
             return out
         finally:
@@ -188,9 +175,13 @@ class Running:
 
     def _begin(self, arguments: dict[str, Any], config: Any) -> ForwardContext:
         """The outermost forward: its tokens are what layers see from here."""
-        counts_past = self._counts_past or self.watched_facts.decode or self.watched_facts.position
-        context = ForwardContext(arguments, config, self.labels, self.here.generation, counts_past)
-        context.rules = self.rules
+        watchers = self.watchers
+        counts_past = self._counts_past
+        if watchers:
+            counts_past |= any(facts.decode or facts.position for _, facts in watchers)
+        generation = self.threads.here.generation
+        context = ForwardContext(arguments, config, self.labels, generation, counts_past)
+        context.rules, context.watchers = self.rules, watchers
         if not torch.compiler.is_compiling():  # modules don't change while a graph is made of them
             for prepare in self.before_forward:
                 prepare()
@@ -230,7 +221,7 @@ class Running:
     # -- forwards that don't tell their tokens ----------------------------------------------------
 
     def unknown_tokens(
-        self, rule: LayerRule, layer: str, rows: int, device: torch.device
+        self, index: int, layer: str, rows: int, device: torch.device
     ) -> ForwardContext:
         """The context of a layer that runs outside a forward which tells its tokens.
 
@@ -240,11 +231,14 @@ class Running:
         Raises:
             RuntimeError: if the rule in force must know what is unknown.
         """
-        facts, labels = rule.facts, self.labels
+        outer, labels = self.context, self.labels
+        rules = self.rules if outer is None else outer.rules
+        rule: LayerRule = rules[index]
+        facts = rule.facts
         said = {"source": labels.source, "request": labels.request, "decode": labels.decode}
         missing = [n for n, given in said.items() if getattr(facts, n) and given is None]
         missing += [name for name in ("position", "modality") if getattr(facts, name)]
-        outside = self.context is None or self.context.is_masked
+        outside = outer is None or outer.is_masked
         if labels.valid is None and outside:
             missing.insert(0, "valid")
         if missing and rule.policy.caps and rule.policy.mode == "enforce":
@@ -266,5 +260,6 @@ class Running:
             )
         ids = torch.empty((1, rows), dtype=torch.int64, device=device)
         context = ForwardContext({"input_ids": ids}, None, labels, counts_past=False)
-        context.rules = self.rules
+        context.rules = rules
+        context.watchers = self.watchers if outer is None else outer.watchers
         return context

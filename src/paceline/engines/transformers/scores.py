@@ -41,7 +41,7 @@ class Scoring:
         reason: why `rule` is None or `expands` is False; empty where all is well.
         num_experts: experts that have a score; the router may know further classes.
         logits_at: where the logits are among the tensors of the router's output.
-        linear: the router's linear map, where logits come rounded and follow from it.
+        linear: the router's linear map, where logits are just that: they may come rounded.
     """
 
     rule: str | None
@@ -87,7 +87,7 @@ class RouterLinear:
 
     def unrounded(self, router_input: Tensor, logits: Tensor) -> Tensor:
         """[rows, classes] float32 logits; a row that doesn't follow from the map stays as it is."""
-        if not self._unchanged():
+        if logits.element_size() > 2 or not self._unchanged():
             return logits
         again = self._again(router_input)
         near = _within_rounding(again, logits).all(1, keepdim=True)
@@ -100,8 +100,15 @@ class RouterLinear:
     def _again(self, router_input: Tensor) -> Tensor:
         weight, bias = self.holder.weight, getattr(self.holder, "bias", None)
         assert isinstance(weight, Tensor)
-        rows = router_input.reshape(-1, weight.shape[1]).float()
-        return F.linear(rows, weight.float(), bias.float() if isinstance(bias, Tensor) else None)
+        rows = router_input.reshape(-1, weight.shape[1])
+        bias = bias if isinstance(bias, Tensor) else None
+        kind = weight.device.type
+        if torch.is_autocast_enabled(kind):  # as the router was given them
+            low = torch.get_autocast_dtype(kind)
+            rows, weight = rows.to(low), weight.to(low)
+            bias = None if bias is None else bias.to(low)
+        with torch.autocast(kind, enabled=False):  # it would round what comes out
+            return F.linear(rows.float(), weight.float(), None if bias is None else bias.float())
 
     def _unchanged(self) -> bool:
         """Whether the layer's router is still this one, and nothing was put on its weight."""
@@ -115,7 +122,7 @@ class RouterLinear:
 
 def _within_rounding(exact: Tensor, rounded: Tensor) -> Tensor:
     """[rows, classes] bool: whether `rounded` is `exact` in the precision that it came in."""
-    step = torch.finfo(rounded.dtype).eps
+    step = max(torch.finfo(rounded.dtype).eps, 1e-4)  # float32 sums differ by their order
     rounded = rounded.float()
     scale = rounded.abs() + 0.05 * rounded.abs().amax(1, keepdim=True)
     return (exact - rounded).abs() <= step * scale
@@ -236,11 +243,12 @@ def _with_two(modules: LayerModules) -> Probe | None:
 
 
 def _linear(modules: LayerModules, found: Probe) -> RouterLinear | None:
-    """The router's weight and bias, where its logits are rounded and are just that linear map."""
+    """The router's weight and bias, where its logits are just that linear map, rounded or not.
+
+    A model that is in float32 now may be moved to half precision while it is attached.
+    """
     logits, router = found.logits, modules.router
     assert logits is not None
-    if logits.dtype in (torch.float32, torch.float64):
-        return None
     matrices = [
         (name, module)
         for name, module in router.named_modules()

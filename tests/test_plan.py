@@ -1,0 +1,82 @@
+"""Plan files and plans: whatever is wrong with one ends in one short sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline import CapacityPolicy, ExpertPlacement
+from paceline.placement import MAX_DEVICES
+from paceline.plan import Plan, PlanError
+
+POLICY = CapacityPolicy(capacity_factor=1.25)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("version = 1.0", "version=1.0 is not allowed"),
+        ("version = true", "version=True is not allowed"),
+        ("", "version=None is not allowed"),
+        ("\x00", "is not TOML"),
+        ("version = 1\nnope = 1", "nope is not a field of a plan"),
+        (f"version = 1\n{'n' * 100_000} = 1", "is not a field of a plan"),
+        ("version = 1\na = " + "[" * 50_000, "nests too deeply"),
+        ("version = 1\na = " + "{b = " * 5_000, "nests too deeply"),
+        ("version = 1\n[model]\nk = " + "9" * 5_000, "digits"),
+        (f"version = 1\n[model]\nz = {list(range(10_000))}", "its fields are layers"),
+        ("version = 1\n[model]\nlayers = 2.0", "model.layers=2.0 is not allowed"),
+        (f"version = 1\ncalibration = {list(range(10_000))}", "it is the name of a folder"),
+        ("version = 1\nplacements = 3", "not an array of tables"),
+        ("version = 1\npolicy = [1]", "not an array of tables"),
+        ("version = 1\n[policy]\ncapacity_factor = nan", "capacity_factor=nan"),
+        ("version = 1\n[policy]\npool = {a = 1}", "pool="),
+        ("version = 1\n[placement]\nnum_devices = 2.0", "num_devices=2.0 is not allowed"),
+        ("version = 1\n[placement]\nexpert_to_device = []", "at least 1 expert"),
+        # a placement of so many devices would fill the memory
+        ("version = 1\n[placement]\nexpert_to_device = [0, 9999999999]", str(MAX_DEVICES)),
+        (f"version = 1\n[placement]\nexpert_to_device = [{'9' * 4_000}]", str(MAX_DEVICES)),
+    ],
+    ids=str,
+)
+def test_a_bad_file_is_one_short_sentence(text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message) as caught:
+        Plan.from_toml(text, "plan.toml")
+    assert str(caught.value).startswith("plan.toml")
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"layers": "3"}, {"layers": 0}, {"layers": 2.0}, {"experts": True}, {"k": np.bool_(True)},
+        {"calibration": 3}, {"policies": POLICY}, {"policies": ("capacity_factor=1",)},
+        {"policies": (None,)}, {"placements": 4}, {"placements": (0,)}, {"placements": (True,)},
+        {"placements": ([0, 1],)}, {"policies": (POLICY,) * 2, "layers": 3},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_wrong_argument_is_one_sentence(fields: dict[str, Any]) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan(**fields)
+    assert "\n" not in str(caught.value)
+
+
+def test_whole_numbers_of_any_library_and_lists_are_taken() -> None:
+    placement = ExpertPlacement.contiguous(8, 2)
+    plan = Plan([POLICY], [np.int64(4), placement], layers=np.int32(2), experts=8)  # type: ignore[arg-type]
+    assert plan == Plan((POLICY,), (4, placement), layers=2, experts=8)
+    assert Plan.from_toml(plan.to_toml()) == plan
+
+
+@pytest.mark.parametrize("path", ["", ".", "a\0b", "nowhere.toml", "n" * 5_000, None, 3.5])
+def test_what_cannot_be_read_is_one_sentence(
+    path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PlanError, match="can't be read"):
+        Plan.load(path)
