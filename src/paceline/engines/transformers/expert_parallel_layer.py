@@ -63,6 +63,11 @@ class ParallelLayer(AttachedLayer):
                 f"layer {self.name} can't be handled: its router names experts that no rank has."
             )
 
+    @property
+    def own_experts(self) -> Sequence[int]:
+        """The experts of this rank."""
+        return self.parallel.placement.experts_of(self.parallel.link.rank)
+
     def applicable(self, policy: CapacityPolicy) -> CapacityPolicy:
         """With a batch a rank, a pool not named is "source"."""
         own_batches = not self.parallel.shares_batch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from paceline.calibration.identity import LayerIdentity, of_experts, of_router
 from paceline.engines.facts import Facts
 from paceline.engines.transformers.context import ForwardContext
 from paceline.engines.transformers.execution import Execution
@@ -80,6 +81,19 @@ class AttachedLayer:
         counted = placement or ExpertPlacement.per_expert(num_experts)
         with torch.inference_mode(False):  # counts go on outside of it
             self.loads = LoadAccumulator(self.name, counted, self.k, modules.device)
+
+    @property
+    def own_experts(self) -> Sequence[int]:
+        """The experts that this process holds, in the order of its module."""
+        return range(self.num_experts)
+
+    def identity(self) -> LayerIdentity:
+        """Which layer it is, by its weights."""
+        own = self.own_experts
+        experts = of_experts(self.modules.experts, len(own))
+        router = of_router(self.modules.router)
+        known = dict(zip(own, experts, strict=True))
+        return LayerIdentity(self.name, self.k, self.num_experts, router, known)
 
     # -- following a policy -----------------------------------------------------------------------
 
