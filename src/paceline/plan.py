@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class Plan:
         experts: experts of each of its layers; None: any.
         k: experts a token; None: any.
         calibration: folder of the calibration, relative to the plan's file.
+        folder: of the plan's file, None where it has none.
 
     Raises:
         PlanError: if there is neither one policy (or placement) nor one a layer.
@@ -57,6 +58,7 @@ class Plan:
     experts: int | None = None
     k: int | None = None
     calibration: str | None = None
+    folder: Path | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         several = {
@@ -95,6 +97,14 @@ class Plan:
         """
         placement: ExpertPlacement | int | None = _of_layer(self.placements, layer)
         return placement
+
+    def calibration_folder(self) -> Path | None:
+        """Where the calibration is, None where the plan names none.
+
+        >>> Plan(calibration="found", folder=Path("plans")).calibration_folder()
+        PosixPath('plans/found')
+        """
+        return None if self.calibration is None else (self.folder or Path()) / self.calibration
 
     def check_layers(self, count: int) -> None:
         """Refuse a model with another number of MoE layers than the plan is for.
@@ -192,7 +202,7 @@ class Plan:
             raise PlanError(f"{path} is not UTF-8 text.") from None
         except OSError as error:
             raise PlanError(f"{path} can't be read: {error.strerror}.") from None
-        return cls.from_toml(text, str(path))
+        return replace(cls.from_toml(text, str(path)), folder=Path(path).parent)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, whole or not at all.

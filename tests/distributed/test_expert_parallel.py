@@ -39,6 +39,7 @@ TOGETHER = (
     "idle_rank",
     "sent",
     "shared_sends_nothing",
+    "compensated",
     "disagreements",
 )
 """Checks that one start of the ranks runs in a row: starting costs more than most of them."""

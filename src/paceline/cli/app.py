@@ -7,6 +7,7 @@ from importlib.metadata import version as installed_version
 import typer
 
 from paceline.cli.bench import bench
+from paceline.cli.calibrate import calibrate
 from paceline.cli.demo import demo
 from paceline.cli.loads import loads
 
@@ -21,6 +22,7 @@ app = typer.Typer(
 app.command()(demo)
 app.add_typer(bench)
 app.command()(loads)
+app.command()(calibrate)
 
 
 @app.command()
