@@ -30,10 +30,6 @@ class Letters:
 
 
 TEXTS = {"a": "the quick brown fox " * 16, "b": "0123456789 over " * 16, "c": "lazy dogs " * 26}
-    "a": "the quick brown fox " * 16,
-    "b": "0123456789 jumps over " * 12,
-    "c": "lazy dogs " * 26,
-}
 SAMPLING = Sampling(tokens=720, batch_size=3, sequence_length=24)
 
 
