@@ -166,6 +166,19 @@ def test_both_ways_of_computing_it_are_the_formula(
         assert torch.equal(got[same], out[same])
 
 
+def test_a_stand_in_that_overflows_harms_no_other() -> None:
+    """Where every token is multiplied with every stand-in, infinity times nothing is nothing."""
+    down = LAYER.down.clone()
+    down[5] = 1e38
+    compensation = Compensation(replace(LAYER, down=down, mean=0 * LAYER.mean), None, LAYER.up[:0])
+    x, out = torch.full((2, 32), 100.0), torch.zeros(2, 32)
+    ids, dropped = torch.tensor([[1, 5], [5, 2]]), torch.tensor([[True, False], [False, True]])
+    with patch("torch.compiler.is_compiling", return_value=True):
+        got = compensation(out, x, ids, torch.ones(2, 2), dropped)
+    assert torch.isfinite(got).all()
+    torch.testing.assert_close(got, compensation(out, x, ids, torch.ones(2, 2), dropped))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_it_follows_the_dtype_of_the_model(dtype: torch.dtype) -> None:
     model, given = copy.deepcopy(model_of(MIXTRAL)), tiny_models.inputs()
