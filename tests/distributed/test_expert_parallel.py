@@ -37,6 +37,9 @@ TOGETHER = (
     "untouched",
     "generate",
     "idle_rank",
+    "per_layer",
+    "requests",
+    "ended",
     "sent",
     "shared_sends_nothing",
     "compensated",
@@ -61,7 +64,7 @@ def together(folder: Path) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=1800,
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
     )
     return done.stdout

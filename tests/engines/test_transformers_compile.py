@@ -62,16 +62,14 @@ HAS_COMPILER = any(map(shutil.which, (os.environ.get("CXX", "g++"), "c++", "clan
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
-@pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize(
-    "policy",
+    ("policy", "dynamic"),
     [
-        None,
-        CAP,
-        f"{CAP},pool=request,phase=prefill",
-        f"{CAP},mode=shadow",
-        f"{CAP},expand=all,protect_first=2",
-        "capacity_factor=1",
+        (CAP, None),
+        (None, True),
+        (CAP, True),
+        (f"{CAP},pool=request,phase=prefill", True),
+        (f"{CAP},expand=all,protect_first=2", True),
     ],
 )
 def test_batches_of_several_sizes(model: Any, policy: str | None, dynamic: bool | None) -> None:

@@ -3,52 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from agreement import assert_agrees
+from real_traces import NAMES, arrays
 from strategies import Case
 
 from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, route
 
-FILES = {  # name: experts, layers
-    "esft_v2lite_intent.npz": (64, 26),
-    "esft_v2lite_law.npz": (64, 26),
-    "gpt_oss_20b_decode.npz": (32, 24),
-}
+EXPERTS = dict(zip(NAMES, (64, 64, 32), strict=True))
 FACTORS = [0.75, 1.0, 1.1, 1.5]
 
 
-@cache
-def arrays(path: Path) -> dict[str, np.ndarray]:
-    with np.load(path, allow_pickle=False) as stored:
-        return {name: stored[name] for name in ("topk_ids", "topk_weights")} | {
-            "lengths": stored["sample_lengths"] if "sample_lengths" in stored else np.array([])
-        }
-
-
-def layer_of(folder: Path, name: str, layer: int) -> RoutingInputs:
+def layer_of(name: str, layer: int) -> RoutingInputs:
     """All tokens of a layer; gpt-oss: the 64 sequences of a step after each other."""
-    if not (folder / name).is_file():
-        pytest.skip(f"{name} is not in {folder}")
-    stored = arrays(folder / name)
+    stored = arrays(name)
     ids, weights = stored["topk_ids"][layer], stored["topk_weights"][layer]
     if ids.ndim == 3:  # [sequences, steps, k]
         requests = np.tile(np.arange(ids.shape[0]), ids.shape[1])
         ids, weights = (x.swapaxes(0, 1).reshape(-1, x.shape[-1]) for x in (ids, weights))
     else:
-        requests = np.repeat(np.arange(len(stored["lengths"])), stored["lengths"])
+        lengths = stored["sample_lengths"]
+        requests = np.repeat(np.arange(len(lengths)), lengths)
     t_weights = torch.from_numpy(np.ascontiguousarray(weights))
     return RoutingInputs(
         topk_ids=torch.from_numpy(np.ascontiguousarray(ids)),
         topk_weights=t_weights,
         topk_scores=t_weights.float(),
         token_request=torch.from_numpy(requests),
-        num_experts=FILES[name][0],
+        num_experts=EXPERTS[name],
         layer=layer,
     )
 
@@ -60,16 +46,16 @@ def rows(inputs: RoutingInputs, chosen: torch.Tensor) -> RoutingInputs:
     return dataclasses.replace(inputs, **changed)
 
 
-CASES = [(name, layer) for name, (_, layers) in FILES.items() for layer in range(layers)]
+CASES = [(name, layer) for name in NAMES for layer in range(len(arrays(name)["topk_ids"]))]
 
 
 @pytest.mark.parametrize(("name", "layer"), CASES)
-def test_real_layers_agree_with_the_oracle(traces_dir: Path, name: str, layer: int) -> None:
-    whole = layer_of(traces_dir, name, layer)
+def test_real_layers_agree_with_the_oracle(name: str, layer: int) -> None:
+    whole = layer_of(name, layer)
     T = whole.topk_ids.shape[0]
     start = 64 * (layer * 7 % (T // 64 - 2))
     some = rows(whole, torch.arange(start, start + 128))
-    placement = ExpertPlacement.contiguous(FILES[name][0], 8)
+    placement = ExpertPlacement.contiguous(EXPERTS[name], 8)
     for unit in ("device", "expert"):
         for i, factor in enumerate(FACTORS):
             pool = ("batch", "request")[(layer + i) % 2]
@@ -78,9 +64,9 @@ def test_real_layers_agree_with_the_oracle(traces_dir: Path, name: str, layer: i
 
 
 @pytest.mark.parametrize(("name", "layer"), CASES)
-def test_real_layers_keep_the_invariants(traces_dir: Path, name: str, layer: int) -> None:
-    inputs = layer_of(traces_dir, name, layer)
-    experts = FILES[name][0]
+def test_real_layers_keep_the_invariants(name: str, layer: int) -> None:
+    inputs = layer_of(name, layer)
+    experts = EXPERTS[name]
     placement = ExpertPlacement.contiguous(experts, 8)
     for unit in ("device", "expert"):
         policy = CapacityPolicy(unit=unit, min_expert_load=0, capacity_factor=1.0)
@@ -102,11 +88,12 @@ def test_real_layers_keep_the_invariants(traces_dir: Path, name: str, layer: int
             previous = a.kept
 
 
-@pytest.mark.parametrize("layer", range(0, 24, 5))
-def test_real_decode_steps_agree_with_the_oracle(traces_dir: Path, layer: int) -> None:
-    whole = layer_of(traces_dir, "gpt_oss_20b_decode.npz", layer)
+@pytest.mark.parametrize("layer", range(0, len(arrays(NAMES[2])["topk_ids"]), 5))
+def test_real_decode_steps_agree_with_the_oracle(layer: int) -> None:
+    whole = layer_of(NAMES[2], layer)
     placement = ExpertPlacement.contiguous(32, 4)
-    for step in (0, 90, 191):
+    steps = whole.topk_ids.shape[0] // 64
+    for step in (0, steps // 2, steps - 1):
         some = rows(whole, torch.arange(64 * step, 64 * step + 64))
         for keep in ("score", "random", "last"):
             policy = CapacityPolicy(capacity_factor=1.25, keep=keep, min_expert_load="auto")

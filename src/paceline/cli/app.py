@@ -8,8 +8,16 @@ import typer
 
 from paceline.cli.bench import bench
 from paceline.cli.calibrate import calibrate
+from paceline.cli.calibrate_hardware import calibrate_hardware
 from paceline.cli.demo import demo
+from paceline.cli.import_trace import import_trace
 from paceline.cli.loads import loads
+from paceline.cli.place import place
+from paceline.cli.plan import plan
+from paceline.cli.record import record
+from paceline.cli.reorder import reorder
+from paceline.cli.serve import serve
+from paceline.cli.simulate import simulate
 
 app = typer.Typer(
     name="paceline",
@@ -23,6 +31,14 @@ app.command()(demo)
 app.add_typer(bench)
 app.command()(loads)
 app.command()(calibrate)
+app.command()(place)
+app.command()(plan)
+app.command()(reorder)
+app.command("calibrate-hardware")(calibrate_hardware)
+app.command()(record)
+app.command("import")(import_trace)
+app.command()(simulate)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 
 
 @app.command()

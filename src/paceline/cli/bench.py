@@ -54,7 +54,7 @@ def bench_layer_verb(
     ] = None,
     text: Annotated[list[str] | None, typer.Option(help="Text to run through --model.")] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Recorded routing (.npz with topk_ids and topk_weights).")
+        Path | None, typer.Option(help="Recorded routing: a trace of any known format.")
     ] = None,
     layer: Annotated[int, typer.Option(min=0, help="Layer of the model or trace.")] = 0,
     policy: Policies = None,

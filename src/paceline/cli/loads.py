@@ -13,8 +13,10 @@ from typing import Annotated, Any
 
 import typer
 
+from paceline.cli import trace_options as options
 from paceline.cli.decided import PlacementFile, PlanFile, decided, named
 from paceline.cli.errors import check_writable, guarded
+from paceline.cli.trace_loads import loads_of_trace
 
 
 class DTypeName(str, Enum):
@@ -28,7 +30,9 @@ class DTypeName(str, Enum):
 
 @guarded
 def loads(
-    model: Annotated[str, typer.Argument(help="Model folder, hub name, or: demo.")],
+    model: Annotated[
+        str, typer.Argument(help="Model folder, hub name, or: demo. Or a trace, or sample:NAME.")
+    ],
     text: Annotated[
         list[str] | None,
         typer.Option(help="Text file, UTF-8; may be repeated. With demo also the name of a text."),
@@ -61,8 +65,15 @@ def loads(
     html: Annotated[
         Path | None, typer.Option(help="Also write a page, readable by you only.")
     ] = None,
+    batch_tokens: options.BatchTokens = None,
+    experts: options.Experts = None,
+    k: options.K = None,
+    layers: options.Layers = None,
+    model_config: options.ModelConfig = None,
+    world_size: options.WorldSize = None,
+    physical: options.Physical = False,
 ) -> None:
-    """Show how uneven a model's expert loads are on your text.
+    """Show how uneven a model's expert loads are on your text, or those of recorded traffic.
 
     Per layer: the busiest expert and device, how far above the mean they are, and how long an
     average device waits; with a policy also what it drops and what remains.
@@ -74,8 +85,11 @@ def loads(
       paceline loads ./my-moe --text prompts.txt --devices 8 --html loads.html
       paceline loads ./my-moe --text prompts.txt --placement placed.toml
       paceline loads allenai/OLMoE-1B-7B-0924 --text a.txt --text b.txt --mix --json
+      paceline loads trace --batch-tokens 1024
+      paceline loads response.json --model-config config.json
     """
     from paceline.policy import CapacityPolicy
+    from paceline.traces import is_trace
 
     chosen = decided(devices, placement, plan)
     if policy is not None:
@@ -88,6 +102,18 @@ def loads(
         policies = tuple(each.replace(mode="shadow") for each in chosen.policies)
         chosen = replace(chosen, policies=policies)
     check_writable(html)
+    if not text and is_trace(model):
+        if html is not None:
+            raise ValueError(f"--html is for a model: of the trace {model} there is --json")
+        trace = options.read_trace(
+            model, experts=experts, k=k, layers=layers, model_config=model_config,
+            world_size=world_size, physical=physical,
+        )  # fmt: skip
+        return loads_of_trace(trace, chosen, batch_tokens, json)
+    options.refuse_for_a_model(
+        batch_tokens=batch_tokens, experts=experts, k=k, layers=layers, model_config=model_config,
+        world_size=world_size, physical=physical or None,
+    )  # fmt: skip
 
     from paceline.cli.models import load, read_texts
 

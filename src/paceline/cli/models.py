@@ -47,6 +47,27 @@ def load(name: str, dtype: DType = "auto", trust_remote_code: bool = False) -> t
     return model.to(device).eval(), tokenizer
 
 
+def folder_of(name: str) -> Path:
+    """The folder of a model's files, fetched from the Hugging Face hub where it is a hub name.
+
+    Raises:
+        ValueError: if there is no such model.
+    """
+    if name == DEMO:
+        from paceline.demo.assets import MODEL_FOLDER
+
+        return MODEL_FOLDER
+    _check_name(name)
+    if Path(name).exists():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, ignore_patterns=["*.bin", "*.pt", "*.gguf", "*/*"]))
+    except Exception as error:  # what is raised differs with what the hub answers
+        raise ValueError(f"can't load the model {name}: {_reason(name, error)}") from error
+
+
 def quiet() -> None:
     """Keep the loading bars and warnings of Transformers out of the output."""
     from transformers.utils import logging

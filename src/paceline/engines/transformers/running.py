@@ -188,9 +188,8 @@ class Running:
 
     def _begin(self, arguments: dict[str, Any], config: Any) -> ForwardContext:
         """The outermost forward: its tokens are what layers see from here."""
-        context = ForwardContext(
-            arguments, config, self.labels, self.here.generation, self._counts_past
-        )
+        counts_past = self._counts_past or self.watched_facts.decode or self.watched_facts.position
+        context = ForwardContext(arguments, config, self.labels, self.here.generation, counts_past)
         context.rules = self.rules
         if not torch.compiler.is_compiling():  # modules don't change while a graph is made of them
             for prepare in self.before_forward:

@@ -1,0 +1,258 @@
+"""What a MoE layer costs on many devices: gate, dispatch, the slowest device's experts, combine.
+
+A device's experts take, one after the other: a launch; reading the weights of every expert that
+gets a row (6 H I FLOP a row, 3 H I weights an expert); the FLOPs of its rows, each expert's padded
+to whole tiles; and moving its rows' activations. Terms are added, not overlapped. Where few rows
+get to an expert the weights rule, and fewer rows save next to nothing: what a cap can't buy in
+decode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from paceline.analysis.expert_map import ExpertMap, Loads, load_table
+from paceline.analysis.hardware import BYTES, Hardware
+
+STAGES = ("gate", "dispatch", "experts", "combine")
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Sizes of a layer of experts with gate, up and down projections.
+
+    Attributes:
+        hidden: hidden size H.
+        expert_size: intermediate size I of one expert.
+        experts: routed experts E.
+        k: experts a token.
+        precision: of weights and products: "bf16", "fp8", or "fp4" weights with 8-bit products;
+            "fp32" on a CPU.
+
+    Raises:
+        ValueError: if a size is below 1, or the precision is unknown.
+
+    >>> LayerShape(hidden=2048, expert_size=1024, experts=64, k=8).expert_bytes / 2**20
+    12.0
+    """
+
+    hidden: int
+    expert_size: int
+    experts: int
+    k: int
+    precision: str = "bf16"
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "expert_size", "experts", "k"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is not allowed: it is at least 1.")
+        if self.precision not in BYTES:
+            raise ValueError(
+                f"precision={self.precision!r} is not allowed: it is one of {', '.join(BYTES)}."
+            )
+
+    @property
+    def row_flops(self) -> int:
+        """FLOPs of one row (one assignment).
+
+        >>> LayerShape(2048, 1408, 64, 6).row_flops
+        17301504
+        """
+        return 6 * self.hidden * self.expert_size
+
+    @property
+    def expert_bytes(self) -> float:
+        """Bytes of the weights of one expert."""
+        return 3 * self.hidden * self.expert_size * BYTES[self.precision]
+
+    @property
+    def row_bytes(self) -> float:
+        """Bytes that the activations of one row move through memory: the row in and out, the gate
+        and up projections out, their product in and out."""
+        wide = BYTES["fp32"] if self.precision == "fp32" else BYTES["bf16"]
+        return (2 * self.hidden + 4 * self.expert_size) * wide
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes of one row as it is dispatched; a combine returns it in bfloat16."""
+        return self.hidden * (1.0 if self.precision in ("fp8", "fp4") else self.combine_width)
+
+    @property
+    def combine_width(self) -> float:
+        """Bytes of a value in a combine."""
+        return BYTES["fp32"] if self.precision == "fp32" else BYTES["bf16"]
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Seconds of each stage, and what it moved.
+
+    Attributes:
+        seconds: stage -> [batches] seconds; `STAGES` in turn make the layer.
+        balanced: [batches] seconds of the layer if all devices had the mean's work: the ceiling.
+        busiest_bytes: [batches] bytes that the device receiving most gets in a dispatch.
+        bytes: [batches] bytes sent by all devices in dispatch and combine.
+        active: [batches, devices] experts that get rows.
+    """
+
+    seconds: dict[str, Loads]
+    balanced: Loads
+    busiest_bytes: Loads
+    bytes: Loads
+    active: NDArray[np.int64]
+
+    @property
+    def total(self) -> Loads:
+        """[batches] seconds of the layer."""
+        return np.asarray(sum(self.seconds.values()))
+
+
+def layer_cost(
+    loads: ArrayLike,
+    tokens: ArrayLike,
+    layer: ExpertMap,
+    shape: LayerShape,
+    hardware: Hardware,
+    received: ArrayLike | None = None,
+) -> LayerCost:
+    """Seconds of a layer for every batch.
+
+    Tokens are spread evenly over the devices, which is what data parallelism aims at.
+
+    Args:
+        loads: [batches, experts] rows of each expert: what is left of them after a cap.
+        tokens: [batches] tokens of each batch, over all devices.
+        layer: which expert lies where.
+        shape: of the layer.
+        hardware: of each device.
+        received: [batches, devices] tokens that have an expert on each device: a dispatch sends a
+            token once to a device. None: unknown, every row is sent.
+
+    Raises:
+        ValueError: if the shapes don't fit.
+
+    >>> from paceline.analysis.hardware import PRESETS
+    >>> flat = np.full((1, 8), 4096.0)
+    >>> cost = layer_cost(flat, [16384], ExpertMap.contiguous(8, 8),
+    ...                   LayerShape(4096, 14336, 8, 2), PRESETS["h100"])
+    >>> max(cost.seconds, key=lambda stage: float(cost.seconds[stage][0]))
+    'experts'
+    """
+    rows = load_table(loads)
+    count = np.asarray(tokens, dtype=np.float64)
+    if rows.shape[1] != layer.num_experts or shape.experts != layer.num_experts:
+        raise ValueError(
+            f"loads of {rows.shape[1]} experts, a map of {layer.num_experts} and a shape of "
+            f"{shape.experts} are not allowed: they are the same."
+        )
+    if count.shape != (len(rows),):
+        raise ValueError(
+            f"tokens of shape {list(count.shape)} are not allowed: they are one for each of the "
+            f"{len(rows)} batches."
+        )
+    per_device = layer.device_loads(rows)
+    arriving = per_device if received is None else np.asarray(received, dtype=np.float64)
+    if arriving.shape != per_device.shape:
+        raise ValueError(
+            f"received of shape {list(arriving.shape)} is not allowed: it is "
+            f"{list(per_device.shape)}, [batches, devices]."
+        )
+    slot_rows = rows[:, layer.slots] / np.array(layer.copies)[list(layer.slots)]
+    device_of = np.array(layer.device_of_slot)
+    experts = np.stack(
+        [
+            device_seconds(slot_rows[:, device_of == device], shape, hardware)
+            for device in range(layer.num_devices)
+        ],
+        axis=1,
+    )
+    active = np.stack(
+        [(slot_rows[:, device_of == d] > 0).sum(1) for d in range(layer.num_devices)], axis=1
+    )
+    away = (layer.num_devices - 1) / layer.num_devices  # a token's own device needs no exchange
+    widths = {"dispatch": shape.token_bytes, "combine": shape.hidden * shape.combine_width}
+    gate = gate_seconds(count / layer.num_devices, shape, hardware)
+
+    def stages(received: Loads, computing: Loads) -> dict[str, Loads]:
+        exchanged = {
+            name: exchange_seconds(received * away * width, layer.num_devices, hardware)
+            for name, width in widths.items()
+        }
+        return {"gate": gate, "experts": computing, **exchanged}
+
+    return LayerCost(
+        seconds=stages(arriving.max(1), experts.max(1)),
+        balanced=np.asarray(sum(stages(arriving.mean(1), experts.mean(1)).values())),
+        busiest_bytes=arriving.max(1) * away * shape.token_bytes,
+        bytes=arriving.sum(1) * away * sum(widths.values()),
+        active=active,
+    )
+
+
+def device_seconds(rows: ArrayLike, shape: LayerShape, hardware: Hardware) -> Loads:
+    """[batches, experts of one device] rows -> [batches] seconds of its experts.
+
+    >>> from paceline.analysis.hardware import PRESETS
+    >>> one = device_seconds([[1.0]], LayerShape(4096, 14336, 8, 2), PRESETS["h100"])
+    >>> many = device_seconds([[32.0]], LayerShape(4096, 14336, 8, 2), PRESETS["h100"])
+    >>> float(many[0] / one[0]) < 1.1  # reading the weights is nearly all
+    True
+    """
+    each = np.asarray(rows, dtype=np.float64)
+    active = each > 0
+    padded = padded_rows(each, hardware.tile)
+    flops = hardware.reachable(shape.precision)
+    seconds = (active.sum(1) > 0) * hardware.launch
+    seconds = seconds + active.sum(1) * (hardware.per_expert + shape.expert_bytes / hardware.memory)
+    seconds = seconds + padded.sum(1) * shape.row_flops / flops
+    if hardware.slow_rows and hardware.slow_flops:
+        slow = np.minimum(padded, hardware.slow_rows).sum(1) * shape.row_flops
+        seconds = seconds + slow * (1 / hardware.slow_flops - 1 / flops)
+    moved = each.sum(1) * shape.row_bytes / (hardware.activations or hardware.memory)
+    return np.asarray(seconds + moved)
+
+
+def padded_rows(rows: Loads, tile: int) -> Loads:
+    """Rows as they are computed: in whole tiles, smaller ones (16, 32, ...) where few are there.
+
+    >>> padded_rows(np.array([0.0, 1.0, 17.0, 129.0]), tile=128).tolist()
+    [0.0, 16.0, 32.0, 256.0]
+    """
+    small = np.minimum(2.0 ** np.ceil(np.log2(np.maximum(rows, 16))), tile)
+    step = np.where(rows < tile, np.minimum(small, tile), tile)
+    return np.asarray(np.ceil(rows / step) * step)
+
+
+def gate_seconds(tokens: Loads, shape: LayerShape, hardware: Hardware) -> Loads:
+    """[batches] tokens of a device -> seconds of its router: one product, and reading its input.
+
+    >>> from paceline.analysis.hardware import PRESETS
+    >>> bool(gate_seconds(np.zeros(1), LayerShape(2048, 1024, 64, 8), PRESETS["h100"])[0] == 5e-6)
+    True
+    """
+    wide = BYTES["fp32"] if shape.precision == "fp32" else BYTES["bf16"]
+    product = tokens * 2 * shape.hidden * shape.experts / hardware.flops
+    return np.asarray(hardware.launch + product + tokens * shape.hidden * wide / hardware.memory)
+
+
+def exchange_seconds(received: Loads, devices: int, hardware: Hardware) -> Loads:
+    """[batches] bytes that the busiest device receives -> seconds of a dispatch or combine.
+
+    What comes from devices of its own machine and from others comes at once, over links of their
+    own; the slower of the two counts.
+
+    >>> from paceline.analysis.hardware import PRESETS
+    >>> round(float(exchange_seconds(np.array([376e6]), 8, PRESETS["h100"])[0]) * 1e3, 2)  # ms
+    1.02
+    """
+    if devices == 1:
+        return np.zeros_like(received)
+    near = min(devices, hardware.devices_per_node)
+    far_share = (devices - near) / (devices - 1)
+    seconds = np.maximum(
+        received * (1 - far_share) / hardware.link, received * far_share / hardware.network
+    )
+    return np.asarray(hardware.exchange + seconds)

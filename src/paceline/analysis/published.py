@@ -1,0 +1,238 @@
+"""Published timings, and how far the cost model is from each: what its presets are good for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from paceline.analysis.cost import (
+    LayerShape,
+    device_seconds,
+    exchange_seconds,
+    layer_cost,
+)
+from paceline.analysis.expert_map import ExpertMap, Loads
+from paceline.analysis.hardware import PRESETS, Hardware
+from paceline.analysis.traffic import Part, batch_loads
+from paceline.traces import Trace, sample
+
+H800 = replace(PRESETS["h100"], name="h800", link=0.836 * 200e9)
+"""An H100 with half the links."""
+
+_V2_LITE = LayerShape(2048, 1408, 64, 6)
+_V2 = LayerShape(5120, 1536, 64, 6)  # with V2-Lite's experts and loads: there is no trace of V2
+_PAPER: tuple[tuple[str, LayerShape, int, float, float], ...] = (
+    ("Figure 4, DeepSeek-V2-Lite", _V2_LITE, 8192 * 512, 2.0, 1.12),
+    ("Figure 4, DeepSeek-V2-Lite", _V2_LITE, 8192 * 512, 1.5, 1.23),
+    ("Figure 4, DeepSeek-V2-Lite", _V2_LITE, 8192 * 512, 1.0, 1.37),
+    ("Table 10, DeepSeek-V2, 8K x 0.1K", _V2, 8192 * 102, 2.0, 1.09),
+    ("Table 10, DeepSeek-V2, 8K x 0.4K", _V2, 8192 * 410, 2.0, 1.24),
+    ("Table 10, DeepSeek-V2, 2K x 1K", _V2, 2048 * 1024, 2.0, 1.27),
+    ("Table 10, DeepSeek-V2, 1K x 4K", _V2, 1024 * 4096, 2.0, 1.23),
+)
+"""Layer speed-ups of arXiv 2503.05066, Token Drop per expert on 8 H20: what, sizes, tokens of a
+batch, capacity factor, speed-up. No routing of the other models of its Figure 4 is at hand."""
+
+
+@dataclass(frozen=True)
+class Distance:
+    """One published figure beside the model's.
+
+    Attributes:
+        table: where it was published.
+        case: which of its figures.
+        unit: of both.
+        published: as published.
+        predicted: by the model.
+
+    >>> round(Distance("a table", "a case", "us", published=100, predicted=110).error, 2)
+    0.1
+    """
+
+    table: str
+    case: str
+    unit: str
+    published: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Relative: 0.1 is 10% too high."""
+        return self.predicted / self.published - 1
+
+
+def distances() -> list[Distance]:
+    """Every published figure that needs no recorded routing.
+
+    >>> {d.table.split(",")[0] for d in distances()} >= {"DeepGEMM", "DeepEP low latency"}
+    True
+    """
+    return [*deep_gemm(), *deep_ep(), *mega_moe(), *llep()]
+
+
+def deep_gemm() -> list[Distance]:
+    """Grouped FP8 products of DeepSeek-V3's experts, up and down projection together.
+
+    (N 4096, K 7168) and (N 7168, K 2048) are the two products of an expert with H 7168, I 2048.
+    """
+    shape = LayerShape(7168, 2048, 256, 8, "fp8")
+    published = {(4, 8192): (1346, 1214), (8, 4096): (1346, 1214)}
+    masked = {(1, 1024): (1233, 925), (2, 512): (1040, 916), (4, 256): (932, 815)}
+    out = []
+    for (groups, rows), (up, down) in {**published, **masked}.items():
+        flops = groups * rows * shape.row_flops
+        seconds = flops * (2 / 3 / up + 1 / 3 / down) / 1e12
+        predicted = device_seconds([[float(rows)] * groups], shape, H800)[0]
+        out.append(
+            Distance(
+                "DeepGEMM, H800, FP8",
+                f"{groups} experts x {rows} rows",
+                "TFLOPS",
+                flops / seconds / 1e12,
+                flops / float(predicted) / 1e12,
+            )
+        )
+    return out
+
+
+def deep_ep() -> list[Distance]:
+    """Low-latency dispatch (8 bits) and combine (bfloat16): 128 tokens a device, each sent 8 times;
+    and the bandwidth of the normal kernels inside a machine."""
+    dispatch = {8: 77, 16: 118, 32: 155, 64: 173, 128: 192, 256: 194}
+    combine = {8: 114, 16: 195, 32: 273, 64: 314, 128: 369, 256: 360}
+    out = []
+    for name, table, width in (("dispatch", dispatch, 1), ("combine", combine, 2)):
+        for devices, published in table.items():
+            received = np.array([128 * 8 * 7168.0 * width * (devices - 1) / devices])
+            predicted = float(exchange_seconds(received, devices, H800)[0]) * 1e6
+            out.append(
+                Distance(
+                    "DeepEP low latency, H800", f"{name}, EP{devices}", "us", published, predicted
+                )
+            )
+    for name, gigabytes in (("dispatch", 153), ("combine", 158)):
+        out.append(
+            Distance("DeepEP normal, H800", f"{name}, EP8", "GB/s", gigabytes, H800.link / 1e9)
+        )
+    for devices, network in ((16, 43.0), (32, 57.5), (64, 50.5)):
+        out.append(
+            Distance("DeepEP normal, H800", f"EP{devices}", "GB/s", network, H800.network / 1e9)
+        )
+    return out
+
+
+def mega_moe() -> list[Distance]:
+    """A whole layer, fused, on 8 B200: tokens a device 1 to 32768, routing uniform."""
+    published = {
+        "V4-Flash": ((4096, 2048, 256, 6), (56.5, 146.5, 1283, 4856)),
+        "V4-Pro": ((7168, 3072, 384, 6), (108, 370, 2819, 10655)),
+    }
+    out = []
+    for name, (sizes, microseconds) in published.items():
+        shape = LayerShape(*sizes, "fp4")
+        for tokens, us in zip((1, 512, 8192, 32768), microseconds, strict=True):
+            loads, received = uniform_routing(shape, 8 * tokens, 8)
+            cost = layer_cost(
+                loads[None],
+                [8 * tokens],
+                ExpertMap.contiguous(shape.experts, 8),
+                shape,
+                PRESETS["b200"],
+                received[None],
+            )
+            predicted = float((cost.total - cost.seconds["gate"])[0]) * 1e6
+            case = f"{name}, {tokens} tokens a device"
+            out.append(Distance("DeepGEMM Mega MoE, 8 B200", case, "us", us, predicted))
+    return out
+
+
+def llep(tokens: int = 8 * 32768) -> list[Distance]:
+    """Speed-up of gpt-oss-120b's layer on 8 H200 when a share of the tokens goes to 4 experts of
+    one device and LLEP moves work. What it pays for moving isn't modelled: balance alone is."""
+    shape = LayerShape(2880, 2880, 128, 4)
+    published = {0.3: 2.09, 0.5: 3.05, 0.8: 4.47, 0.95: 5.22}
+    out = []
+    for share, speedup in published.items():
+        even = np.full(128, tokens * 4 / 128)
+        skewed = even * (1 - share)
+        skewed[:4] += tokens * 4 * share / 4
+        where = ExpertMap.contiguous(128, 8)
+        seconds = [
+            float(layer_cost(x[None], [tokens], where, shape, PRESETS["h200"]).total[0])
+            for x in (skewed, even)
+        ]
+        case = f"{share:.0%} of the tokens on 4 experts"
+        out.append(Distance("LLEP, 8 H200", case, "x", speedup, seconds[0] / seconds[1]))
+    return out
+
+
+def paper_figures(traces: Mapping[str, Trace] | None = None) -> list[Distance]:
+    """The paper's layer speed-ups beside the model's on recorded routing, scaled to its batches.
+
+    Args:
+        traces: name -> trace of DeepSeek-V2-Lite; None: the two that come with the package.
+
+    >>> {d.unit for d in paper_figures()}
+    {'x'}
+    """
+    names = ("esft_v2lite_intent", "esft_v2lite_law")
+    given = {name: sample(name) for name in names} if traces is None else traces
+    out = []
+    for name in names:
+        tables, counted = next(batch_loads(given[name].regrouped(1 << 30), Part(0, 1)))
+        for what, shape, tokens, factor, published in _PAPER:
+            loads = np.concatenate(tables) * (tokens / float(counted[0]))
+            predicted = paper_layer(loads, shape, 8, [factor], PRESETS["h20"])[0]
+            case = f"{what}, factor {factor}, on {name}"
+            out.append(Distance("Capacity-Aware Inference, 8 H20", case, "x", published, predicted))
+    return out
+
+
+def uniform_routing(
+    shape: LayerShape, tokens: int, devices: int, seed: int = 0
+) -> tuple[Loads, Loads]:
+    """([experts] rows, [devices] tokens received) of tokens that choose at random.
+
+    Drawn for at most 4096 tokens, and scaled beyond.
+
+    >>> loads, received = uniform_routing(LayerShape(64, 64, 16, 2), tokens=8192, devices=4)
+    >>> float(loads.sum()), bool((received < 8192).all())
+    (16384.0, True)
+    """
+    drawn = min(tokens, 4096)
+    rng = np.random.default_rng(seed)
+    ids = np.argsort(rng.random((drawn, shape.experts)), axis=1)[:, : shape.k]
+    loads = np.bincount(ids.ravel(), minlength=shape.experts) * (tokens / drawn)
+    device = ids * devices // shape.experts
+    received = [(device == d).any(1).sum() * (tokens / drawn) for d in range(devices)]
+    return np.asarray(loads, dtype=np.float64), np.array(received, dtype=np.float64)
+
+
+def paper_layer(
+    loads: Loads, shape: LayerShape, devices: int, factors: list[float], hardware: Hardware
+) -> list[float]:
+    """Speed-up of a layer when every expert is capped, at each capacity factor.
+
+    A cap per expert leaves min(load, capacity) of each, whatever is kept.
+
+    Args:
+        loads: [batches, experts] rows.
+        shape: of the layer.
+        devices: with experts in order.
+        factors: capacity factors.
+        hardware: of each device.
+
+    >>> one = np.array([[30000.0, 10000.0]])
+    >>> paper_layer(one, LayerShape(1024, 1024, 2, 1), 2, [1.0], PRESETS["h20"])[0] > 1.2
+    True
+    """
+    where = ExpertMap.contiguous(shape.experts, devices)
+    tokens = loads.sum(1) / shape.k
+    base = layer_cost(loads, tokens, where, shape, hardware).total.sum()
+    out = []
+    for factor in factors:
+        capped = np.minimum(loads, np.ceil(factor * loads.sum(1, keepdims=True) / shape.experts))
+        out.append(float(base / layer_cost(capped, tokens, where, shape, hardware).total.sum()))
+    return out

@@ -1,0 +1,204 @@
+"""A trace as load tables: small pieces to fit a placement on, whole batches to judge it on.
+
+A piece is a part of a batch, of at most 64 tokens where the trace says what each token chose; else
+a whole batch. Memory is bounded: pieces are merged with their neighbours as they get many, and
+batches are handed on, not kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from paceline.analysis.expert_map import Loads
+from paceline.analysis.placement_search import MAX_PIECES, PIECE_TOKENS
+from paceline.traces import Trace
+from paceline.traces.chunk import Chunk
+from paceline.traces.tables import load_tables
+from paceline.traces.trace import Chunks
+
+BATCH_TOKENS = 1024
+"""Tokens of a batch to judge on, where the trace's own batches were no forwards."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some consecutive batches of a trace.
+
+    Attributes:
+        first: number of the first one.
+        end: number after the last one.
+
+    >>> Part(first=0, end=4)
+    Part(first=0, end=4)
+    """
+
+    first: int
+    end: int
+
+
+def batches_of(trace: Trace, batch_tokens: int | None) -> Trace:
+    """The trace in the batches to judge on: its own forwards, or so many tokens each.
+
+    Raises:
+        ValueError: if counts of whole batches are to be cut.
+
+    >>> from paceline.traces import sample
+    >>> sum(chunk.batches for chunk in batches_of(sample("esft_v2lite_law"), None).chunks)
+    4
+    """
+    if batch_tokens is None and (trace.header.batches == "forward" or not trace.header.per_token):
+        return trace
+    return trace.regrouped(BATCH_TOKENS if batch_tokens is None else batch_tokens)
+
+
+def count_batches(trace: Trace) -> int:
+    """Batches of a trace.
+
+    >>> from paceline.traces import sample
+    >>> count_batches(sample("gpt_oss_20b_decode"))
+    64
+    """
+    return sum(chunk.batches for chunk in trace.chunks)
+
+
+def pieces_of(trace: Trace, part: Part) -> list[Loads]:
+    """[layers] tables [pieces, experts] of some batches, to fit placements on.
+
+    >>> from paceline.traces import sample
+    >>> pieces_of(sample("gpt_oss_20b_decode"), Part(0, 8))[0].shape
+    (8, 32)
+    """
+    kept: list[Loads] = []
+    merged = 1  # pieces summed up in each table that is kept
+    waiting: list[Loads] = []
+    for counts in _counts(Trace(trace.header, _Cut(trace.chunks, part), trace.where)):
+        for table in counts:
+            waiting.append(table)
+            if len(waiting) == merged:
+                kept.append(np.sum(waiting, axis=0))
+                waiting = []
+            if len(kept) == 2 * MAX_PIECES:
+                kept = [kept[i] + kept[i + 1] for i in range(0, len(kept), 2)]
+                merged *= 2
+    if waiting:
+        kept.append(np.sum(waiting, axis=0))
+    if not kept:
+        raise ValueError(f"{trace.where} has no batch to place experts by.")
+    whole = np.stack(kept)
+    return [
+        whole[:, layer, : described.experts] for layer, described in enumerate(trace.header.layers)
+    ]
+
+
+def batch_loads(trace: Trace, part: Part) -> Iterator[tuple[list[Loads], Loads]]:
+    """Tables of some batches at a time: ([layers] of [batches, experts], [batches] tokens).
+
+    >>> from paceline.traces import sample
+    >>> loads, tokens = next(batch_loads(sample("gpt_oss_20b_decode"), Part(0, 3)))
+    >>> loads[0].shape, tokens.tolist()
+    ((3, 32), [64.0, 64.0, 64.0])
+    """
+    start = 0
+    k = np.array([layer.k or 1 for layer in trace.header.layers])
+    for table in load_tables(trace):
+        count = len(table.counts)
+        chosen = slice(max(0, part.first - start), max(0, min(count, part.end - start)))
+        start += count
+        counts = table.counts[chosen].astype(np.float64)
+        if not len(counts):
+            continue
+        known = None if table.tokens is None else table.tokens[chosen]
+        tokens = counts.sum(2) / k if known is None else known.astype(np.float64)
+        loads = [
+            counts[:, layer, : described.experts]
+            for layer, described in enumerate(trace.header.layers)
+        ]
+        yield loads, tokens.max(1)
+
+
+def spread_over(part: Part, at_most: int) -> list[int]:
+    """Numbers of at most so many batches of a part, evenly spaced.
+
+    >>> spread_over(Part(10, 20), at_most=3)
+    [10, 13, 16]
+    """
+    count = part.end - part.first
+    kept = min(count, at_most)
+    return [part.first + i * count // kept for i in range(kept)]
+
+
+def picked(trace: Trace, numbers: list[int]) -> Trace:
+    """Only some batches of a trace of choices, by ascending number.
+
+    >>> from paceline.traces import sample
+    >>> count_batches(picked(sample("gpt_oss_20b_decode"), [0, 5, 63]))
+    3
+    """
+    return Trace(trace.header, _Picked(trace.chunks, numbers), trace.where)
+
+
+def _counts(trace: Trace) -> Iterator[Loads]:
+    """Tables [batches, layers, experts] of a chunk's batches; shares as they are."""
+    for table in load_tables(trace):
+        yield table.counts.astype(np.float64)
+
+
+class _Cut:
+    """Chunks of some batches only, each batch cut into pieces."""
+
+    def __init__(self, chunks: Chunks, part: Part) -> None:
+        self._chunks, self._part = chunks, part
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        start = 0
+        for chunk in self._chunks:
+            first = max(0, self._part.first - start)
+            end = min(chunk.batches, self._part.end - start)
+            start += chunk.batches
+            if first < end:
+                yield _cut(chunk, first, end)
+
+
+class _Picked:
+    """Chunks with some batches each."""
+
+    def __init__(self, chunks: Chunks, numbers: list[int]) -> None:
+        self._chunks, self._numbers = chunks, numbers
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        start = 0
+        for chunk in self._chunks:
+            mine = [n - start for n in self._numbers if start <= n < start + chunk.batches]
+            start += chunk.batches
+            if mine:
+                edges = chunk.starts.tolist()
+                rows = [torch.arange(edges[n], edges[n + 1]) for n in mine]
+                lengths = torch.tensor([0, *(len(part) for part in rows)])
+                yield chunk.take(torch.cat(rows), lengths.cumsum(0))
+
+
+def _cut(chunk: Chunk, first: int, end: int) -> Chunk:
+    """Batches first to end of a chunk, in pieces."""
+    if chunk.ids is None:
+        assert chunk.counts is not None
+        return replace(
+            chunk,
+            starts=chunk.starts[first : end + 1],
+            counts=chunk.counts[first:end],
+            rows=None if chunk.rows is None else chunk.rows[first:end],
+        )
+    edges = chunk.starts[first : end + 1].tolist()
+    starts = [s for a, b in pairwise(edges) for s in range(a, b, PIECE_TOKENS)]
+    rows = slice(edges[0], edges[-1])
+    return chunk.take(rows, torch.tensor([*starts, edges[-1]]) - edges[0])

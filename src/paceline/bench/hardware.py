@@ -1,0 +1,287 @@
+"""Measure the experts of many layers on this machine, and fit the cost model's device to them.
+
+What is timed are the experts as Transformers runs them (stacked weights, grouped products), with
+rows spread unevenly over them: one device's share of a layer. The fit is least squares of relative
+errors with coefficients that can't be negative; which rows are slow and how tiles are cut is chosen
+by the same error. Shapes that took no part in the fit say how good it is.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from paceline.analysis.cost import LayerShape, device_seconds, padded_rows
+from paceline.analysis.hardware import Hardware
+from paceline.bench.workload import Shape, build_experts
+
+FIT_SIZES = ((1024, 512), (1024, 1024), (1536, 1024), (2048, 768), (2048, 1536))
+"""(hidden, expert size) that the fit sees."""
+HELD_OUT_SIZES = ((2048, 1024), (1280, 768), (1024, 1408))
+"""Those it is judged by; 2048 x 1024 is OLMoE's layer."""
+EXPERTS = 8
+MEAN_ROWS = (1, 4, 16, 48, 128, 320)
+_GOOD = 0.15
+_ENDLESS = 1e18  # per second: what takes no time of its own
+
+Table = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The experts of one device, timed.
+
+    Attributes:
+        shape: of the layer.
+        rows: [experts] rows of each.
+        seconds: of the fastest of some runs.
+        second_fastest: of the next one; how far it is off says how quiet the machine is.
+    """
+
+    shape: LayerShape
+    rows: tuple[int, ...]
+    seconds: float
+    second_fastest: float = math.nan
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A device fitted to timings.
+
+    Attributes:
+        hardware: the device.
+        errors: relative error of each timing of the fit.
+        held_out: of each timing that took no part in it.
+    """
+
+    hardware: Hardware
+    errors: tuple[float, ...]
+    held_out: tuple[float, ...]
+
+    @property
+    def within(self) -> float:
+        """Share of the held-out timings that the fit meets within 15%."""
+        return float(np.mean(np.abs(self.held_out) <= _GOOD)) if self.held_out else 0.0
+
+
+def measure(
+    sizes: Sequence[tuple[int, int]],
+    means: Sequence[int] = MEAN_ROWS,
+    rounds: int = 3,
+    seed: int = 0,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> list[Timing]:
+    """Time the experts of one device for every size and mean number of rows an expert.
+
+    All cases of all sizes run in every round, in another order each time, and the fastest run of a
+    case counts: a slow moment of the machine falls on few of them, and on no size alone.
+
+    Args:
+        sizes: (hidden, expert size) of each layer.
+        means: mean rows of an expert; each expert gets its own number around it.
+        rounds: how often each case runs.
+        seed: of rows and weights.
+        progress: told runs done, runs in all, and the last size.
+
+    Returns:
+        The timings, size by size.
+
+    >>> [t.shape.hidden for t in measure([(32, 16)], means=(1, 2), rounds=1)]
+    [32, 32]
+    """
+    rng = random.Random(seed)
+    cases = [case for hidden, size in sizes for case in _cases(hidden, size, means, rng)]
+    taken: list[list[float]] = [[] for _ in cases]
+    order = list(range(len(cases)))
+    with torch.inference_mode():
+        for turn in range(rounds + 1):  # the first touches code and memory, and doesn't count
+            rng.shuffle(order)
+            for done, index in enumerate(order, 1):
+                case = cases[index]
+                start = _now(case.inputs[0].device)
+                case.experts(*case.inputs)
+                seconds = _now(case.inputs[0].device) - start
+                if turn:
+                    taken[index].append(seconds)
+                if progress is not None:
+                    said = f"{case.shape.hidden} x {case.shape.expert_size}"
+                    progress(turn * len(cases) + done, (rounds + 1) * len(cases), said)
+    fastest = [sorted(each)[:2] for each in taken]
+    return [Timing(c.shape, c.rows, t[0], t[-1]) for c, t in zip(cases, fastest, strict=True)]
+
+
+def unrest(timings: Sequence[Timing]) -> float:
+    """Median of how much longer the second fastest run of a case took: 0.02 is a quiet machine.
+
+    >>> unrest([Timing(LayerShape(1, 1, 1, 1), (1,), 1.0, 1.5)])
+    0.5
+    """
+    return float(np.median([t.second_fastest / t.seconds - 1 for t in timings]))
+
+
+@dataclass(frozen=True, eq=False)
+class _Case:
+    """What is run: experts, and rows for them."""
+
+    shape: LayerShape
+    rows: tuple[int, ...]
+    experts: nn.Module
+    inputs: tuple[Tensor, Tensor, Tensor]
+
+
+def _cases(hidden: int, size: int, means: Sequence[int], rng: random.Random) -> list[_Case]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    precision = "bf16" if device.type == "cuda" else "fp32"
+    shape = LayerShape(hidden, size, EXPERTS, 1, precision)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    experts = build_experts(Shape("", hidden, size, EXPERTS, 1, 1), EXPERTS).to(device, dtype)
+    cases = []
+    for mean in means:
+        rows = [int(rng.gammavariate(2, mean / 2)) for _ in range(EXPERTS)]
+        rows[0] = max(rows[0], 1)
+        ids = torch.repeat_interleave(torch.arange(EXPERTS), torch.tensor(rows)).to(device)
+        given = torch.randn((len(ids), hidden)).to(device, dtype)
+        weights = torch.ones((len(ids), 1), device=device, dtype=dtype)
+        cases.append(_Case(shape, tuple(rows), experts, (given, ids.unsqueeze(1), weights)))
+    return cases
+
+
+def _now(device: torch.device) -> float:
+    """Seconds; of the one thread where there is one, which other programs hardly change."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+    return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
+def fit(
+    timings: Sequence[Timing],
+    held_out: Sequence[Timing] = (),
+    name: str = "this machine",
+    link: float | None = None,
+) -> Fit:
+    """The device whose times are nearest to the measured ones.
+
+    Args:
+        timings: to fit to.
+        held_out: to be judged by.
+        name: of the device.
+        link: bytes/s to other devices, which is not measured; None: as quick as memory.
+
+    Raises:
+        ValueError: for fewer than 8 timings.
+
+    >>> sizes = [(256, 128 * n) for n in range(1, 9)]
+    >>> ideal = Hardware("x", flops=1e12, memory=1e11, memory_size=1e9, link=1e9, tile=1)
+    >>> shapes = [LayerShape(*size, 8, 1, "fp32") for size in sizes]
+    >>> rows = [(10 * n, 3, n) for n in range(1, 9)]
+    >>> seen = [Timing(s, r, float(device_seconds([r], s, ideal)[0])) for s, r in zip(shapes, rows)]
+    >>> max(map(abs, fit(seen).errors)) < 1e-3
+    True
+    """
+    if len(timings) < 8:
+        raise ValueError(f"{len(timings)} timings are not allowed: a fit needs at least 8.")
+    tiles = (1,) if timings[0].shape.precision == "fp32" else (1, 16, 64, 128)
+    found = [
+        _fit(timings, name, link, tile, slow) for tile in tiles for slow in (0, 4, 8, 16, 32, 64)
+    ]
+    hardware = min(found, key=lambda h: float(np.square(_errors(h, timings)).sum()))
+    return Fit(hardware, tuple(_errors(hardware, timings)), tuple(_errors(hardware, held_out)))
+
+
+def _errors(hardware: Hardware, timings: Sequence[Timing]) -> list[float]:
+    return [float(device_seconds([t.rows], t.shape, hardware)[0]) / t.seconds - 1 for t in timings]
+
+
+def _fit(
+    timings: Sequence[Timing], name: str, link: float | None, tile: int, slow: int
+) -> Hardware:
+    """The terms of `device_seconds`, one column each, against the times."""
+    columns = []
+    for timing in timings:
+        rows = np.array(timing.rows, dtype=np.float64)
+        active, padded = float((rows > 0).sum()), padded_rows(rows, tile)
+        shape = timing.shape
+        columns.append(
+            [
+                1.0,
+                active,
+                active * shape.expert_bytes,
+                float(padded.sum()) * shape.row_flops,
+                float(np.minimum(padded, slow).sum()) * shape.row_flops,
+                float(rows.sum()) * shape.row_bytes,
+            ]
+        )
+    seconds = np.array([timing.seconds for timing in timings])
+    table = np.array(columns) / seconds[:, None]
+    scale = np.maximum(table.max(0), 1e-300)
+    launch, each, byte, flop, slower, moved = map(
+        float, non_negative(table / scale, np.ones(len(seconds))) / scale
+    )
+    flops, memory = _rate(flop), _rate(byte)
+    return Hardware(
+        name=name,
+        flops=flops,
+        memory=memory,
+        memory_size=_memory_size(),
+        link=memory if link is None else link,
+        network=memory if link is None else link,
+        launch=launch,
+        per_expert=each,
+        exchange=0.0 if link is None else 20e-6,
+        tile=tile,
+        slow_rows=slow if slower > 0 else 0,
+        slow_flops=1 / (slower + flop) if slower > 0 else 0.0,
+        activations=_rate(moved),
+        precision=timings[0].shape.precision,
+        source="paceline calibrate-hardware",
+    )
+
+
+def _rate(seconds: float) -> float:
+    return 1 / seconds if seconds > 1 / _ENDLESS else _ENDLESS
+
+
+def _memory_size() -> float:
+    if torch.cuda.is_available():
+        return float(torch.cuda.get_device_properties(0).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def non_negative(table: Table, wanted: Table) -> Table:
+    """Least squares with coefficients >= 0 (Lawson and Hanson's active sets).
+
+    >>> non_negative(np.array([[1.0, 0.0], [0.0, 1.0]]), np.array([2.0, -1.0])).tolist()
+    [2.0, 0.0]
+    """
+    count = table.shape[1]
+    used = np.zeros(count, dtype=bool)
+    found = np.zeros(count)
+    for _ in range(3 * count * count):
+        slope = table.T @ (wanted - table @ found)
+        slope[used] = -np.inf
+        if used.all() or slope.max() <= 1e-10:
+            break
+        used[int(slope.argmax())] = True
+        while True:
+            tried = np.zeros(count)
+            tried[used] = np.linalg.lstsq(table[:, used], wanted, rcond=None)[0]
+            below = used & (tried <= 0)
+            if not below.any():
+                found = tried
+                break
+            # go as far as the first coefficient that reaches zero, and leave it out
+            step = np.min(found[below] / np.maximum(found[below] - tried[below], 1e-300))
+            found = found + step * (tried - found)
+            used &= found > 1e-14
+            found[~used] = 0.0
+    return found

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: which tensors belong to which expert, and experts in another order."""

@@ -1,0 +1,75 @@
+"""A model folder as it lies on disk: its config, and which tensors its shards hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from paceline.checkpoint.expert_tensors import ExpertLayer, Shapes, find_expert_layers
+from paceline.config_file import find, groups_of, read_config
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model folder: its config and the shapes of its tensors, weights unread.
+
+    Attributes:
+        folder: where it lies.
+        config: content of config.json.
+        shards: file name -> names of its tensors.
+        shapes: tensor name -> shape.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    shards: Mapping[str, tuple[str, ...]]
+    shapes: Shapes
+
+    def layers(self) -> list[ExpertLayer]:
+        """The layers with experts, in order; those for multi-token prediction left out.
+
+        Raises:
+            ValueError: as `find_expert_layers` does.
+        """
+        return find_expert_layers(self.shapes, _hidden_layers(self.config))
+
+    def groups(self) -> int:
+        """Expert groups of a group-limited router, 1 where it has none."""
+        return groups_of(self.config)
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Read what a checkpoint holds, without its weights.
+
+    Raises:
+        ValueError: naming the file, if config.json or a shard can't be read, or there is none.
+
+    >>> from paceline.demo.assets import MODEL_FOLDER
+    >>> open_checkpoint(MODEL_FOLDER).layers()[0].num_experts
+    32
+    """
+    config = read_config(folder / "config.json")
+    shards: dict[str, tuple[str, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as stored:
+                shards[file.name] = tuple(stored.keys())
+                for name in shards[file.name]:
+                    if name in shapes:
+                        raise ValueError(f"{file} holds {name}, which another shard holds too.")
+                    shapes[name] = tuple(stored.get_slice(name).get_shape())
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{file} is no safetensors file: {error}.") from None
+    if not shards:
+        raise ValueError(f"{folder} has no .safetensors files: weights in other forms are refused.")
+    return Checkpoint(folder, config, shards, shapes)
+
+
+def _hidden_layers(config: Mapping[str, Any]) -> int | None:
+    found = find(config, "num_hidden_layers", "n_layers", "num_layers")
+    return found if isinstance(found, int) else None

@@ -1,0 +1,250 @@
+"""Write a checkpoint again with its experts in another order, one shard in memory at a time.
+
+Engines place experts in order: the first E / P on the first device, and so on. So a planned
+placement is had in every engine, without its knowing, by giving expert `slots[i]` the number i:
+its tensors, its row of the router and its entry in every bias move together, and the model computes
+what it did.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paceline.analysis.expert_map import ExpertMap
+from paceline.checkpoint.expert_tensors import ExpertLayer, Kind, renamed
+from paceline.checkpoint.folder import Checkpoint
+from paceline.placement import ExpertPlacement
+from paceline.plan import Plan
+
+ORDER_FILE = "expert_order.json"
+"""In a reordered checkpoint: the former expert of every place."""
+
+Progress = Callable[[int, int, str], None]
+
+_EXPERT_NUMBER = re.compile(r"experts\.(expert_)?\d")
+
+
+def wanted_maps(checkpoint: Checkpoint, plan: Plan) -> list[ExpertMap]:
+    """The map of every layer with experts, from a plan's placements.
+
+    Raises:
+        ValueError: if the plan has no placement, is for another model, or one of its placements
+            can't be had by ordering experts.
+
+    >>> from paceline.checkpoint.folder import open_checkpoint
+    >>> from paceline.demo.assets import MODEL_FOLDER
+    >>> len(wanted_maps(open_checkpoint(MODEL_FOLDER), Plan(placements=(8,))))
+    4
+    """
+    layers = checkpoint.layers()
+    if not plan.placements:
+        raise ValueError("the plan has no placements: there is nothing to reorder.")
+    plan.check_layers(len(layers))
+    maps = []
+    for index, layer in enumerate(layers):
+        placement = plan.placement_of(index)
+        if isinstance(placement, int):
+            placement = ExpertPlacement.contiguous(layer.num_experts, placement)
+        if placement is None or placement.num_experts != layer.num_experts:
+            raise ValueError(
+                f"the plan places {placement and placement.num_experts} experts in {layer.name}, "
+                f"which has {layer.num_experts}."
+            )
+        maps.append(ExpertMap.of_placement(placement))
+    return maps
+
+
+def reordered_plan(plan: Plan, maps: Sequence[ExpertMap]) -> Plan:
+    """The plan for the reordered checkpoint: experts lie on the devices in order.
+
+    A calibration is of the original's experts, and left out.
+
+    >>> reordered_plan(Plan(placements=(2,)), [ExpertMap((1, 0), 2, 2)]).placements
+    (2,)
+    """
+    devices = tuple(dict.fromkeys(layer.num_devices for layer in maps))
+    placements = devices if len(devices) == 1 else tuple(layer.num_devices for layer in maps)
+    return replace(plan, placements=placements, calibration=None)
+
+
+def reorder(
+    checkpoint: Checkpoint,
+    maps: Sequence[ExpertMap],
+    out: Path,
+    progress: Progress | None = None,
+) -> None:
+    """Write the checkpoint with expert `maps[layer].slots[i]` in place i of each layer.
+
+    Files beside the weights are copied; subfolders are not. Where anything fails nothing is left
+    behind.
+
+    Args:
+        checkpoint: to read.
+        maps: of every layer with experts, in order, or one for all.
+        out: folder to be made.
+        progress: told shards done, shards in all and the last one.
+
+    Raises:
+        ValueError: if the maps don't fit the checkpoint, or it can't be reordered.
+        OSError: if the folder can't be written.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from paceline.checkpoint.folder import open_checkpoint
+    >>> from paceline.demo.assets import MODEL_FOLDER
+    >>> turned = ExpertMap(tuple(reversed(range(32))), num_experts=32, num_devices=8)
+    >>> with TemporaryDirectory() as parent:
+    ...     reorder(open_checkpoint(MODEL_FOLDER), [turned], Path(parent) / "turned")
+    ...     print((Path(parent) / "turned" / ORDER_FILE).is_file())
+    True
+    """
+    orders = _orders(checkpoint, maps)
+    if out.exists():
+        raise ValueError(f"{out} exists: a checkpoint is written into a new folder.")
+    if not out.absolute().parent.is_dir():
+        raise ValueError(f"{out} can't be made: there is no folder {out.parent}.")
+    place_of = {name: _inverse(order) for name, (order, _) in orders.items()}
+    new_name = {
+        name: renamed(name, dict(enumerate(place_of[name].tolist()))) if kind == "rename" else name
+        for name, (_, kind) in orders.items()
+    }
+    made = Path(tempfile.mkdtemp(dir=out.absolute().parent, prefix=f".{out.name}."))
+    try:
+        for done, (shard, names) in enumerate(checkpoint.shards.items(), 1):
+            with safe_open(checkpoint.folder / shard, framework="pt") as stored:
+                tensors = {
+                    new_name.get(name, name): _moved(stored.get_tensor(name), orders.get(name))
+                    for name in names
+                }
+                save_file(tensors, made / shard, stored.metadata() or {"format": "pt"})
+            del tensors  # before the next shard is read
+            if progress is not None:
+                progress(done, len(checkpoint.shards), shard)
+        _copy_beside(checkpoint, made, new_name)
+        _write_order(checkpoint, maps, made)
+        made.chmod(0o755)
+        made.rename(out)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+
+
+def _orders(checkpoint: Checkpoint, maps: Sequence[ExpertMap]) -> dict[str, tuple[Tensor, Kind]]:
+    """Tensor name -> (old expert of every place, how it follows), where the order changes."""
+    _check_config(checkpoint)
+    layers, groups = checkpoint.layers(), checkpoint.groups()
+    if len(maps) not in (1, len(layers)):
+        raise ValueError(
+            f"the plan places the experts of {len(maps)} layers, the checkpoint has {len(layers)} "
+            "layers with experts."
+        )
+    out: dict[str, tuple[Tensor, Kind]] = {}
+    for index, layer in enumerate(layers):
+        wanted = maps[index if len(maps) > 1 else 0]
+        _check_map(layer, wanted, groups)
+        if wanted.slots == tuple(range(layer.num_experts)):
+            continue
+        order = torch.tensor(wanted.slots)
+        out |= {name: (order, kind) for name, kind in layer.tensors.items()}
+    return out
+
+
+def _check_map(layer: ExpertLayer, wanted: ExpertMap, groups: int) -> None:
+    if wanted.replicas:
+        raise ValueError(
+            f"the plan has {wanted.replicas} replicas: a checkpoint holds each expert once, so "
+            "that replicas are for the engine to make."
+        )
+    if wanted.num_experts != layer.num_experts:
+        raise ValueError(
+            f"the plan places {wanted.num_experts} experts in {layer.name}, which has "
+            f"{layer.num_experts}."
+        )
+    size = layer.num_experts // groups
+    slots = wanted.slots
+    if any(
+        len({expert // size for expert in slots[g * size : (g + 1) * size]}) > 1
+        for g in range(groups)
+    ):
+        raise ValueError(
+            f"the plan mixes experts of the {groups} groups in which the router of {layer.name} "
+            f"chooses: allowed are orders that keep them whole (place --groups {groups})."
+        )
+
+
+def _check_config(checkpoint: Checkpoint) -> None:
+    if (checkpoint.folder / ORDER_FILE).exists():
+        raise ValueError(
+            f"{checkpoint.folder} was reordered before ({ORDER_FILE} is there): a plan is for the "
+            "original."
+        )
+    if _EXPERT_NUMBER.search(json.dumps(checkpoint.config)):
+        raise ValueError(
+            f"{checkpoint.folder / 'config.json'} names single experts (in its quantisation "
+            "settings): such a checkpoint can't be reordered."
+        )
+
+
+def _moved(tensor: Tensor, change: tuple[Tensor, Kind] | None) -> Tensor:
+    """A tensor once its experts have changed places; what it says of others stays."""
+    if change is None or change[1] == "rename":
+        return tensor
+    order, kind = change
+    if kind == "values":
+        return _mapped_ids(tensor, _inverse(order))
+    if tensor.element_size() == 1 and tensor.dtype is not torch.uint8:  # FP8 can't be indexed
+        return _moved(tensor.view(torch.uint8), change).view(tensor.dtype)
+    if kind == "columns":
+        return _moved(tensor.T, (order, "rows")).T.contiguous()
+    if kind == "blocks":
+        return tensor.reshape(len(order), -1, *tensor.shape[1:])[order].flatten(0, 1)
+    moved = tensor[order]
+    rest = tensor[len(order) :]  # what the router scores beside experts
+    return torch.cat([moved, rest]) if len(rest) else moved
+
+
+def _mapped_ids(ids: Tensor, place_of: Tensor) -> Tensor:
+    """Expert ids as they are called now; ids of what is no expert stay."""
+    inside = (ids >= 0) & (ids < len(place_of))
+    safe = torch.where(inside, ids, torch.zeros_like(ids)).long()
+    return torch.where(inside, place_of[safe].to(ids.dtype), ids)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """[experts] new place of every old expert."""
+    return order.argsort()
+
+
+def _copy_beside(checkpoint: Checkpoint, made: Path, new_name: Mapping[str, str]) -> None:
+    """Everything beside the weights, and the index with the new names."""
+    for file in sorted(checkpoint.folder.iterdir()):
+        if file.name in checkpoint.shards or not file.is_file():
+            continue
+        if file.name.endswith(".safetensors.index.json"):
+            index = json.loads(file.read_text(encoding="utf-8"))
+            index["weight_map"] = {
+                new_name.get(name, name): shard
+                for shard, names in checkpoint.shards.items()
+                for name in names
+            }
+            (made / file.name).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        elif file.suffix not in (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"):
+            shutil.copyfile(file, made / file.name)
+
+
+def _write_order(checkpoint: Checkpoint, maps: Sequence[ExpertMap], made: Path) -> None:
+    """For tools that count experts: which expert of the original each place holds."""
+    layers = [layer.name for layer in checkpoint.layers()]
+    orders = [list(maps[i if len(maps) > 1 else 0].slots) for i in range(len(layers))]
+    content = {"version": 1, "original_expert_of_place": dict(zip(layers, orders, strict=True))}
+    (made / ORDER_FILE).write_text(json.dumps(content) + "\n", encoding="utf-8")

@@ -1,0 +1,181 @@
+"""`paceline calibrate-hardware`: fit the cost model to this machine, or judge the presets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from paceline.cli.errors import guarded
+
+_QUIET = 0.03  # difference of two runs of one case
+
+
+@guarded
+def calibrate_hardware(
+    out: Annotated[
+        Path | None, typer.Option(help="File to write; paceline plan --hardware reads it.")
+    ] = None,
+    link: Annotated[
+        float | None,
+        typer.Option(help="GB/s between devices, one way, which is not measured here."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Runs of every case; the fastest counts.")] = 5,
+    threads: Annotated[int, typer.Option(help="Threads on a CPU: one device's.")] = 1,
+    published: Annotated[
+        bool,
+        typer.Option(
+            "--published", help="Measure nothing: print presets beside published timings."
+        ),
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+) -> None:
+    """Fit the cost model's device to this machine, and judge it on shapes it hasn't seen.
+
+    Times the experts of layers of several sizes, from one row an expert to hundreds, about a
+    minute on a CPU. Without it `paceline plan` goes by presets, made from published figures; how
+    far those are from published timings is what --published prints.
+
+    \b
+    Examples:
+      paceline calibrate-hardware --out here.json
+      paceline calibrate-hardware --published
+    """
+    for name, value in (("rounds", rounds), ("threads", threads)):
+        if value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}")
+    if link is not None and not link > 0:
+        raise ValueError(f"--link must be above 0, got {link}")
+    if out is not None and not out.absolute().parent.is_dir():
+        raise ValueError(f"--out {out}: there is no folder {out.parent}")
+    result = _published() if published else _measured(out, link, rounds, threads)
+    if json:
+        from paceline.reporting.files import to_json
+
+        typer.echo(to_json(result), nl=False)
+    elif published:
+        _show_published(result)
+    else:
+        _show_measured(result, out)
+
+
+def _published() -> dict[str, Any]:
+    from paceline.analysis.hardware import PRESETS
+    from paceline.analysis.published import distances, paper_figures
+
+    return {
+        "presets": {name: hardware.source for name, hardware in PRESETS.items()},
+        "distances": [
+            {
+                "table": d.table,
+                "case": d.case,
+                "unit": d.unit,
+                "published": d.published,
+                "predicted": d.predicted,
+                "error": d.error,
+            }
+            for d in [*distances(), *paper_figures()]
+        ],
+    }
+
+
+def _measured(out: Path | None, link: float | None, rounds: int, threads: int) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    import torch
+
+    from paceline.analysis.hardware import save_hardware
+    from paceline.bench.hardware import FIT_SIZES, HELD_OUT_SIZES, fit, measure, unrest
+    from paceline.bench.machine import keep_freed_memory
+    from paceline.cli.progress import progress
+    from paceline.reporting.environment import environment
+
+    torch.set_num_threads(threads)
+    keep_freed_memory()
+    with progress() as tell:
+        timings = measure(FIT_SIZES + HELD_OUT_SIZES, rounds=rounds, progress=tell)
+    seen = [t for t in timings if (t.shape.hidden, t.shape.expert_size) in FIT_SIZES]
+    unseen = [t for t in timings if t not in seen]
+    found = fit(seen, unseen, link=None if link is None else link * 1e9)
+    cases = [
+        {
+            "hidden": timing.shape.hidden,
+            "expert_size": timing.shape.expert_size,
+            "rows": list(timing.rows),
+            "seconds": timing.seconds,
+            "error": error,
+        }
+        for timing, error in zip(unseen, found.held_out, strict=True)
+    ]
+    more = {
+        "held_out": cases,
+        "within_15_percent": found.within,
+        "unrest": unrest(timings),
+        "threads": threads,
+        **environment(),
+    }
+    if out is not None:
+        save_hardware(found.hardware, out, more)
+    return {"hardware": asdict(found.hardware), **more}
+
+
+def _show_measured(result: Mapping[str, Any], out: Path | None) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    hardware = result["hardware"]
+    console.print(
+        f"{hardware['flops'] / 1e9:.0f} GFLOP/s in large products, "
+        f"{hardware['memory'] / 1e9:.1f} GB/s of weights, {hardware['per_expert'] * 1e6:.0f} us an "
+        "expert."
+    )
+    table = Table(title="Layers that took no part in the fit", title_justify="left", box=box.SIMPLE)
+    for name in ("hidden x size", "rows an expert", "measured ms", "model's error"):
+        table.add_column(name, justify="right")
+    for case in result["held_out"]:
+        table.add_row(
+            f"{case['hidden']} x {case['expert_size']}",
+            f"{sum(case['rows']) / len(case['rows']):.1f}",
+            f"{case['seconds'] * 1e3:.2f}",
+            f"{case['error']:+.0%}",
+        )
+    console.print(table)
+    console.print(
+        f"{result['within_15_percent']:.0%} of them within 15%; the fastest two runs of a case "
+        f"differ by {result['unrest']:.0%}."
+    )
+    if result["unrest"] > _QUIET:
+        console.print("That is not a quiet machine: the fit can't be better than its timings.")
+    if out is None:
+        console.print("Not kept: --out FILE does that.")
+    else:
+        console.print(f"Kept in {out}: paceline plan --hardware {out}", markup=False)
+
+
+def _show_published(result: Mapping[str, Any]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="Presets beside published timings", title_justify="left", box=box.SIMPLE)
+    table.add_column("published by")
+    table.add_column("case")
+    for name in ("published", "model", "error"):
+        table.add_column(name, justify="right")
+    for row in result["distances"]:
+        table.add_row(
+            row["table"],
+            row["case"],
+            f"{row['published']:.4g} {row['unit']}",
+            f"{row['predicted']:.4g}",
+            f"{row['error']:+.0%}",
+        )
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(
+        "LLEP pays for moving experts, which isn't modelled; Mega MoE overlaps what is added here."
+    )

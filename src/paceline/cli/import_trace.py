@@ -1,0 +1,55 @@
+"""`paceline import`: routing that another program wrote, as a trace of Paceline's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.cli import trace_options as options
+from paceline.cli.errors import guarded
+
+
+@guarded
+def import_trace(
+    trace: options.TraceName,
+    out: Annotated[Path, typer.Option(help="Folder for the trace, to be made.")],
+    experts: options.Experts = None,
+    k: options.K = None,
+    layers: options.Layers = None,
+    model_config: options.ModelConfig = None,
+    world_size: options.WorldSize = None,
+    physical: options.Physical = False,
+) -> None:
+    """Convert routing that vLLM, SGLang, TensorRT-LLM, llama.cpp or others wrote into a trace.
+
+    Every verb that takes a trace reads such files as they are; a trace of its own is quicker to
+    read, private, and says by itself what its file had to be told.
+
+    \b
+    Examples:
+      paceline import completions.jsonl --model-config config.json --out trace
+      paceline import expert_distribution_recorder_1764456001.0_0.pt --out trace
+      paceline import expert_scores/law --experts 64 --k 6 --out trace
+    """
+    from paceline.traces import save_trace
+
+    read = options.read_trace(
+        trace, experts=experts, k=k, layers=layers, model_config=model_config,
+        world_size=world_size, physical=physical,
+    )  # fmt: skip
+    save_trace(read, out)
+    header = read.header
+    batches = sum(chunk.batches for chunk in read.chunks)
+    tokens = sum(chunk.tokens for chunk in read.chunks)
+    said = options.batches_said(
+        {"batches": batches, "batches_are": header.batches, "batch_tokens": None}
+    )
+    many = f", {tokens:,} tokens" if header.per_token else ""
+    typer.echo(
+        f"{header.content} of {len(header.layers)} layers of {header.experts} experts, "
+        f"{said}{many}, from {header.source}, are in {out}."
+    )
+    for note in header.notes:
+        typer.echo(f"Note: {note}.")

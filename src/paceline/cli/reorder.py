@@ -1,0 +1,90 @@
+"""`paceline reorder`: a checkpoint whose experts lie in the planned order."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from paceline.cli.errors import guarded
+
+_CHECK_BELOW = 4 << 30  # bytes of weights, which take twice that in float32
+
+
+@guarded
+def reorder(
+    model: Annotated[str, typer.Argument(help="Model folder, hub name, or: demo.")],
+    plan: Annotated[Path, typer.Option(help="Plan file with placements, from paceline place.")],
+    out: Annotated[Path, typer.Option(help="Folder to write, which must not exist.")],
+    check: Annotated[
+        bool | None,
+        typer.Option(
+            "--check/--no-check",
+            help="Run both on random tokens and compare. Default: below 4 GB of weights.",
+        ),
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="With --check: run the model's own code.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+) -> None:
+    """Write a checkpoint again with its experts in the order of a plan's placements.
+
+    Every engine places experts in order: the first on the first device, and so on. With experts,
+    router rows, biases and quantisation scales in the planned order, that is the planned
+    placement, in any engine and without its knowing. The model computes what it did.
+
+    \b
+    Examples:
+      paceline place trace/ --devices 8 --out plan.toml
+      paceline reorder ./my-moe --plan plan.toml --out ./my-moe-placed
+    """
+    from paceline.checkpoint.compare import TOLERANCE, output_difference
+    from paceline.checkpoint.folder import open_checkpoint
+    from paceline.checkpoint.reorder import reorder as write
+    from paceline.checkpoint.reorder import reordered_plan, wanted_maps
+    from paceline.cli.models import folder_of, quiet
+    from paceline.cli.progress import progress
+    from paceline.plan import Plan
+
+    wanted = Plan.load(plan)
+    checkpoint = open_checkpoint(folder_of(model))
+    maps = wanted_maps(checkpoint, wanted)
+    with progress() as tell:
+        write(checkpoint, maps, out, tell)
+    reordered_plan(wanted, maps).save(out / "plan.toml")
+    size = sum((checkpoint.folder / shard).stat().st_size for shard in checkpoint.shards)
+    result: dict[str, Any] = {
+        "model": model,
+        "out": str(out),
+        "layers": len(checkpoint.layers()),
+        "devices": maps[0].num_devices,
+        "tensors_moved": sum(len(layer.tensors) for layer in checkpoint.layers()),
+        "output_difference": None,
+    }
+    if size < _CHECK_BELOW if check is None else check:
+        quiet()
+        difference = output_difference(checkpoint.folder, out, trust_remote_code)
+        result["output_difference"] = difference
+        if not difference <= TOLERANCE:
+            shutil.rmtree(out)
+            raise ValueError(
+                f"{model} can't be reordered: in another order its outputs differ by "
+                f"{difference:.2g} (allowed is {TOLERANCE:g}), so {out} was removed again."
+            )
+    if json:
+        from paceline.reporting.files import to_json
+
+        typer.echo(to_json(result), nl=False)
+        return
+    typer.echo(
+        f"{out}: experts of {result['layers']} layers in the planned order for "
+        f"{result['devices']} devices."
+    )
+    if result["output_difference"] is None:
+        typer.echo("Not compared with the original (--check does it).")
+    else:
+        typer.echo(f"Its outputs differ from the original's by {result['output_difference']:.1g}.")
+    typer.echo(f"For Paceline, use its own plan: {out / 'plan.toml'}")

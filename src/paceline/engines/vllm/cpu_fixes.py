@@ -1,0 +1,77 @@
+"""What vLLM's CPU build lacks beside numba and for expert parallelism; added where missing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.triton_utils import dispatcher
+
+
+def install() -> None:
+    """Add the collectives that are missing, and let vLLM look at every module there is."""
+    for name, method in (("all_gatherv", all_gatherv), ("reduce_scatterv", reduce_scatterv)):
+        if getattr(CpuCommunicator, name) is getattr(DeviceCommunicatorBase, name):
+            setattr(CpuCommunicator, name, method)
+    # It searches the attributes of all objects of all modules when a worker starts, and stumbles
+    # over one of llvmlite's, whose __dict__ is none: of a process in which numba has run.
+    dispatcher.vars = _dictionary
+
+
+def _dictionary(thing: object) -> dict[str, Any]:
+    """`vars`, and an empty dictionary for what only seems to have one."""
+    found: Any = vars(thing)
+    return found if isinstance(found, dict) else {}
+
+
+def all_gatherv(
+    self: Any,
+    input_: Tensor | list[Tensor],
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+) -> Tensor | list[Tensor]:
+    """The rows of all ranks, in their order, of one tensor or of each of a list.
+
+    Args:
+        self: the communicator.
+        input_: [rows of this rank, ...].
+        dim: 0, the rows.
+        sizes: [ranks] rows of each; None: as many as here.
+    """
+    if isinstance(input_, list):
+        return [_gathered(self, tensor, sizes) for tensor in input_]
+    return _gathered(self, input_, sizes)
+
+
+def reduce_scatterv(
+    self: Any, input_: Tensor, dim: int = -1, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """The rows of this rank in the sum over ranks.
+
+    Args:
+        self: the communicator.
+        input_: [rows of all ranks, ...].
+        dim: 0, the rows.
+        sizes: [ranks] rows of each; None: equally many.
+    """
+    ranks, own = self.world_size, self.rank_in_group
+    sizes = [input_.shape[0] // ranks] * ranks if sizes is None else sizes
+    total = input_.contiguous().clone()
+    dist.all_reduce(total, group=self.device_group)
+    start = sum(sizes[:own])
+    return total[start : start + sizes[own]].clone()
+
+
+def _gathered(self: Any, tensor: Tensor, sizes: Sequence[int] | None) -> Tensor:
+    sizes = [tensor.shape[0]] * self.world_size if sizes is None else sizes
+    most = max(sizes)
+    padded = tensor.new_zeros((most, *tensor.shape[1:]))
+    padded[: tensor.shape[0]] = tensor
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=self.device_group)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])

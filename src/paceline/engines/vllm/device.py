@@ -1,0 +1,162 @@
+"""The cap on an accelerator: no wait for the host, static shapes, and live inside CUDA graphs.
+
+A captured graph replays kernels and no Python, so what may change while a server runs has to lie in
+the device's memory: capacities are looked up in a table by the number of real tokens, which the
+host fills with exact fractions, and a flag says whether dropping is enforced. Never run on CUDA.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from paceline.engines.facts import facts_for
+from paceline.placement import ExpertPlacement
+from paceline.policy import CapacityPolicy
+from paceline.routing.budget import units_of
+from paceline.routing.capacity import INT64_MAX, capacities, tokens_needed
+from paceline.routing.kernels.plain import first_of_each_group
+from paceline.routing.keys import descending_key
+
+KEEPS = ("score", "weight", "first", "last")
+LIVE = ("capacity_factor", "min_expert_load", "mode")
+"""Fields of a policy that a captured graph follows."""
+
+
+class DeviceCap:
+    """Token Drop of one layer on a device, for one pool.
+
+    Args:
+        policy: whose `unit` and `keep` are part of the captured graph.
+        placement: of the experts.
+        k: experts a token.
+        most_tokens: of a forward.
+        share: of a forward's tokens that this rank sees, for `min_expert_load`.
+        device: where the layer runs.
+
+    Attributes:
+        places: [sizes, most_tokens + 1] int64 capacity of a unit of each size, by real tokens.
+        enforce: 0-d bool: whether what is over capacity is dropped.
+        loads: [2, experts] int64 assignments before and after.
+        counts: [3] int64 forwards with tokens, capped ones, tokens.
+
+    Raises:
+        ValueError: if the policy asks for what only a host can tell.
+    """
+
+    def __init__(
+        self,
+        policy: CapacityPolicy,
+        placement: ExpertPlacement,
+        k: int,
+        most_tokens: int,
+        device: torch.device | str,
+        share: Fraction = Fraction(1),
+    ) -> None:
+        self._policy, self._k, self._experts = policy, k, placement.num_experts
+        self._share, self._most = share, most_tokens
+        units = units_of(placement, policy.unit)
+        self._units, self._sizes = units.count, units.sizes
+        self._unit_of = torch.tensor(units.of_expert, device=device)
+        self._size_of = torch.tensor(units.size_of_expert, device=device)
+        shape = (len(units.sizes), most_tokens + 1)
+        self.places = torch.full(shape, INT64_MAX, dtype=torch.int64, device=device)
+        self.enforce = torch.zeros((), dtype=torch.bool, device=device)
+        self.loads = torch.zeros((2, self._experts), dtype=torch.int64, device=device)
+        self.counts = torch.zeros(3, dtype=torch.int64, device=device)
+        self.follow(policy)
+
+    def check(self, policy: CapacityPolicy | None) -> None:
+        """Refuse a policy that the captured graph can't follow.
+
+        Raises:
+            ValueError: naming the field and what is allowed.
+        """
+        if policy is None:
+            return
+        facts = facts_for(policy)
+        for asked, said in (
+            (facts.request, "pool=request"),
+            (facts.decode, "phase=prefill"),
+            (facts.position, f"protect_first={policy.protect_first}"),
+            (policy.expand is not None, f"expand={policy.expand}"),
+            (policy.renormalize, "renormalize=true"),
+            (policy.caps and policy.keep not in KEEPS, f"keep={policy.keep}"),
+        ):
+            if asked:
+                raise ValueError(f"{said} is not allowed on an accelerator: a host must tell it.")
+        for name in type(policy).model_fields if policy.caps and self._policy.caps else ():
+            old, new = getattr(self._policy, name), getattr(policy, name)
+            if name not in LIVE and old != new:
+                raise ValueError(
+                    f"{name}={new} is not allowed on a running accelerator, where it is {old}: "
+                    f"what can change are {', '.join(LIVE)}."
+                )
+
+    def follow(self, policy: CapacityPolicy | None) -> None:
+        """Put a policy in force, captured graphs included; None: nothing is dropped or enforced."""
+        self.check(policy)
+        self.places.fill_(INT64_MAX)
+        factor = policy.factor if policy is not None and policy.caps else None
+        if policy is not None and factor is not None:
+            tokens = torch.arange(self._most + 1)
+            load = Fraction(str(policy.resolved_min_expert_load("cuda"))) * self._share
+            needed = min(tokens_needed(float(load), self._k, self._experts), self._most + 1)
+            for row, size in enumerate(self._sizes):
+                ratio = factor * Fraction(self._k * size, self._experts)
+                self.places[row, needed:] = capacities(ratio, tokens)[needed:].to(self.places)
+        enforced = policy is not None and policy.mode == "enforce"
+        self.enforce.fill_(enforced)
+
+    def __call__(
+        self, weights: Tensor, ids: Tensor, scores: Tensor | None, valid: Tensor | None
+    ) -> None:
+        """Mark what is over capacity -1 and zero its weight, in place.
+
+        Args:
+            weights: [tokens, k].
+            ids: [tokens, k] experts; outside [0, experts): no assignment.
+            scores: [tokens, k] float32 of the chosen experts, for keep=score.
+            valid: [tokens] bool, False for padding; None: every token is real.
+        """
+        rows = ids.shape[0]
+        offered = (ids >= 0) & (ids < self._experts)
+        if valid is not None:
+            offered = offered & valid.unsqueeze(1)
+            tokens = valid.sum()
+        else:
+            tokens = torch.full((), rows, dtype=torch.int64, device=ids.device)
+        safe = torch.where(offered, ids, 0).long()
+        by_size = self.places.index_select(1, tokens.clamp(max=self._most).view(1)).view(-1)
+        group = torch.where(offered, self._unit_of[safe], self._units)
+        kept = first_of_each_group(
+            group, self._units, by_size[self._size_of[safe]], self._key(weights, scores, ids)
+        )
+        lost = offered & ~kept
+        self._count(safe, offered, kept, tokens, by_size)
+        drop = lost & self.enforce
+        ids.masked_fill_(drop, -1)
+        weights.masked_fill_(drop, 0)
+
+    def _key(self, weights: Tensor, scores: Tensor | None, ids: Tensor) -> Tensor:
+        """[tokens, k] int64, smaller is kept first; ties go by token, then by slot."""
+        keep = self._policy.keep
+        if keep == "score" and scores is not None:
+            return descending_key(scores)
+        if keep == "weight":
+            return descending_key(weights)
+        order = torch.arange(ids.shape[0], device=ids.device)
+        if keep == "last":
+            order = ids.shape[0] - 1 - order
+        return order.unsqueeze(1).expand(ids.shape)
+
+    def _count(
+        self, safe: Tensor, offered: Tensor, kept: Tensor, tokens: Tensor, by_size: Tensor
+    ) -> None:
+        """In place, so that a replayed graph counts too."""
+        for row, counted in enumerate((offered, kept)):
+            self.loads[row].scatter_add_(0, safe.flatten(), counted.flatten().long())
+        capped = (by_size != INT64_MAX).any() & (tokens > 0)
+        self.counts.add_(torch.stack([(tokens > 0).long(), capped.long(), tokens]))

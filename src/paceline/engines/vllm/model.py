@@ -1,0 +1,295 @@
+"""All capped layers of a worker's model: policies put in force, described and counted."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.platforms import current_platform
+
+from paceline.engines.settings import read_placement
+from paceline.engines.vllm.checks import check_settings, moe_layers
+from paceline.engines.vllm.device import DeviceCap
+from paceline.engines.vllm.environment import DEVICES, Wanted
+from paceline.engines.vllm.layer import CappedLayer, Ranks, Watcher
+from paceline.placement import ExpertPlacement
+from paceline.policy import CapacityPolicy
+from paceline.routing import RoutingInputs, route
+from paceline.routing.budget import Budget
+from paceline.routing.stats import LayerStats
+
+logger = logging.getLogger("vllm.paceline")
+
+
+class CappedModel:
+    """The capped layers of the model that one worker runs.
+
+    Args:
+        model_runner: vLLM's, with the loaded model.
+        config: vLLM's.
+        wanted: what the environment asks for.
+        rank: of the worker among all of them.
+
+    Raises:
+        ValueError: if a layer, a setting or the plan doesn't allow it.
+    """
+
+    def __init__(self, model_runner: Any, config: Any, wanted: Wanted, rank: int) -> None:
+        self._runner, self._config, self._wanted = model_runner, config, wanted
+        self.accepted = wanted.accept_shared_budget
+        runners = moe_layers(model_runner.get_model())
+        several = len(wanted.policies) > 1 or (wanted.plan and len(wanted.plan.placements) > 1)
+        if several and config.parallel_config.pipeline_parallel_size > 1:
+            raise ValueError(
+                "one policy or placement a layer is not allowed under pipeline parallelism, where "
+                "a worker sees some layers only."
+            )
+        if wanted.plan is not None and config.parallel_config.pipeline_parallel_size == 1:
+            wanted.plan.check_model(
+                [r.moe_config.num_logical_experts for r in runners],
+                [r.moe_config.experts_per_token for r in runners],
+            )
+        self.layers = [self._layer(runner, index, rank) for index, runner in enumerate(runners)]
+        self.layers[0].warns = not self.accepted and rank == 0
+        self.rank = rank
+        self.set_policies(self._at_start())
+        for runner, layer in zip(runners, self.layers, strict=True):
+            runner.router.paceline_layer = layer
+        self._warm_up()
+        logger.info(
+            "paceline caps %d MoE layers of this worker with %s, on %d devices",
+            len(self.layers), self.layers[0].policy, self.layers[0].units.num_devices,
+        )  # fmt: skip
+
+    # -- policies ---------------------------------------------------------------------------------
+
+    def set_policies(self, policies: Sequence[CapacityPolicy | None]) -> None:
+        """Put one policy a layer in force, all or none; None: neither cap nor count.
+
+        Raises:
+            ValueError: if vLLM's settings or a layer don't allow one.
+        """
+        for layer, policy in zip(self.layers, self.check_policies(policies), strict=True):
+            layer.follow(policy)
+
+    def check_policies(
+        self, policies: Sequence[CapacityPolicy | None]
+    ) -> list[CapacityPolicy | None]:
+        """The policies as they apply here, each of which its layer can follow.
+
+        Raises:
+            ValueError: if vLLM's settings or a layer don't allow one.
+        """
+        if len(policies) != len(self.layers):
+            raise ValueError(
+                f"{len(policies)} policies are not allowed: it is one, or one for each of the "
+                f"{len(self.layers)} MoE layers."
+            )
+        named = [self._suited(policy) for policy in policies]
+        check_settings(self._config, [p for p in named if p is not None], self.accepted)
+        for layer, policy in zip(self.layers, named, strict=True):
+            if policy is not None:
+                layer.check(policy)
+                self._check_slots(layer, policy)
+        return named
+
+    def read(self, text: str | None) -> list[CapacityPolicy | None]:
+        """One policy a layer from a short form for all; "start": as the engine began; None: off.
+
+        Raises:
+            ValueError: if it is no policy.
+        """
+        if text is None:
+            return [None] * len(self.layers)
+        if text == "start":
+            return list(self._at_start())
+        return [CapacityPolicy.parse(text)] * len(self.layers)
+
+    def _at_start(self) -> list[CapacityPolicy | None]:
+        policies = self._wanted.policies
+        return list(policies) if len(policies) > 1 else [policies[0]] * len(self.layers)
+
+    def _suited(self, policy: CapacityPolicy | None) -> CapacityPolicy | None:
+        """Under data parallelism a pool that nobody named is the source's."""
+        several = self.layers[0].ranks.data_ranks > 1
+        if policy is None or not several or "pool" in policy.model_fields_set:
+            return policy
+        return policy.replace(pool="source")
+
+    def _check_slots(self, layer: CappedLayer, policy: CapacityPolicy) -> None:
+        """Places for extras are part of the compiled model."""
+        slots = slots_for(policy, layer.units, layer.k)
+        have = layer.slots or layer.k
+        if max(slots, layer.k) > have:
+            raise ValueError(
+                f"expand={policy.expand} needs {slots} slots a token, the running model has "
+                f"{have}: start the server with it."
+            )
+
+    # -- what it does -----------------------------------------------------------------------------
+
+    def stats(self) -> list[LayerStats]:
+        """Loads and drops of every layer since the server started."""
+        return [layer.stats() for layer in self.layers]
+
+    def reset_stats(self) -> None:
+        """Forget what was counted."""
+        for layer in self.layers:
+            layer.reset_stats()
+
+    def policy_text(self) -> str:
+        """The policy in force, one a layer where they differ, or "off"."""
+        texts = ["off" if p is None else str(p) for p in (la.policy for la in self.layers)]
+        return texts[0] if len(set(texts)) == 1 else "; ".join(texts)
+
+    def watch(self, watcher: Watcher) -> None:
+        """Have `watcher(layer, inputs, assignment)` called on every routed forward."""
+        for layer in self.layers:
+            layer.watchers.append(watcher)
+
+    def describe(self) -> dict[str, Any]:
+        """What is in force and what it did, ready for JSON."""
+        stats = self.stats()
+        ranks = self.layers[0].ranks
+        policies = [layer.policy for layer in self.layers]
+        one = policies[0] if len(set(policies)) == 1 else None
+        return {
+            "rank": self.rank,
+            "layers": len(self.layers),
+            "devices": self.layers[0].units.num_devices,
+            "expert_rank": ranks.expert_rank,
+            "data_ranks": ranks.data_ranks,
+            "off": policies[0] is None,
+            "policy": None if one is None else str(one),
+            "fields": None if one is None else json.loads(one.to_json()),
+            "policies": None if one is not None else [p and str(p) for p in policies],
+            "min_expert_load": stats[0].min_expert_load,
+            "forwards": max(layer.forwards for layer in stats),
+            "capped_forwards": max(layer.capped_forwards for layer in stats),
+            "assignments": sum(layer.assignments for layer in stats),
+            "dropped": sum(layer.dropped for layer in stats),
+            "enforced": one is not None and one.mode == "enforce",
+            "by_layer": [
+                {
+                    "name": layer.name,
+                    "assignments": layer.assignments,
+                    "dropped": layer.dropped,
+                    "device_peak_to_mean_before": layer.device_peak_to_mean_before,
+                    "device_peak_to_mean_after": layer.device_peak_to_mean_after,
+                }
+                for layer in stats
+            ],
+        }
+
+    # -- making -----------------------------------------------------------------------------------
+
+    def _layer(self, runner: Any, index: int, rank: int) -> CappedLayer:
+        experts = runner.router.global_num_experts
+        manager, parallel = runner.expert_map_manager, runner.moe_config.moe_parallel_config
+        ranks = Ranks(
+            rank=rank,
+            expert_rank=manager.ep_rank,
+            expert_ranks=manager.ep_size,
+            data_ranks=parallel.dp_size,
+            counts=manager.ep_size > 1 or parallel.tp_rank == 0,
+        )
+        layer = CappedLayer(
+            name=runner.layer_name,
+            index=index,
+            router=runner.router,
+            k=runner.router.top_k,
+            placement=placement_for(runner, index, self._wanted),
+            num_experts=experts,
+            ranks=ranks,
+            prompt_lengths=self._prompt_lengths,
+        )
+        layer.slots = runner.router.paceline_slots
+        if not current_platform.is_cpu():
+            layer.on_device = self._device_cap(layer, index)
+        return layer
+
+    def _device_cap(self, layer: CappedLayer, index: int) -> DeviceCap:
+        policies = self._wanted.policies
+        policy = policies[index] if len(policies) > 1 else policies[0]
+        return DeviceCap(
+            policy,
+            layer.units,
+            layer.k,
+            self._config.scheduler_config.max_num_batched_tokens,
+            self._runner.device,
+            Fraction(1, layer.ranks.data_ranks),
+        )
+
+    def _prompt_lengths(self, requests: int) -> Tensor:
+        batch = getattr(self._runner, "input_batch", None)
+        lengths = getattr(batch, "num_prompt_tokens", None)
+        if lengths is None:
+            raise RuntimeError(
+                "paceline: phase=prefill needs vLLM's model runner V1, which knows prompt lengths."
+            )
+        return torch.as_tensor(lengths[:requests]).long()
+
+    def _warm_up(self) -> None:
+        """Route made-up tokens, so that no request waits for the router to be compiled."""
+        for layer in {layer.policy: layer for layer in self.layers}.values():
+            policy = layer.policy
+            if policy is None or not policy.caps or layer.on_device is not None:
+                continue
+            rows = 64
+            scores = torch.rand(rows, layer.num_experts)
+            weights, ids = torch.topk(scores, layer.k)
+            label = torch.zeros(rows, dtype=torch.int64)
+            inputs = RoutingInputs(
+                topk_ids=ids.int(), topk_weights=weights, scores=scores, token_request=label,
+                token_source=label, token_decode=label.bool(),
+            )  # fmt: skip
+            route(inputs, policy.replace(min_expert_load=0), layer.units)
+
+
+def placement_for(runner: Any, index: int, wanted: Wanted) -> ExpertPlacement | None:
+    """Where the experts of a layer live: on their ranks, else as the user says.
+
+    Raises:
+        ValueError: if the user names another number of devices than there are ranks.
+    """
+    experts, manager = runner.router.global_num_experts, runner.expert_map_manager
+    named: ExpertPlacement | int | None = wanted.devices
+    if named is None and wanted.plan is not None:
+        named = wanted.plan.placement_of(index)
+    given = read_placement(named, experts, runner.layer_name)
+    if manager.ep_size == 1:
+        return given
+    if manager.placement_strategy == "round_robin":
+        real = ExpertPlacement.explicit([e % manager.ep_size for e in range(experts)])
+    else:
+        real = ExpertPlacement.contiguous(experts, manager.ep_size)
+    if given is not None and given != real:
+        raise ValueError(
+            f"{DEVICES} or the plan places {experts} experts on {given.num_devices} devices, "
+            f"expert parallelism on {manager.ep_size} ranks: leave it out."
+        )
+    return real
+
+
+def slots_for(policy: CapacityPolicy, units: ExpertPlacement, k: int) -> int:
+    """Ids a token that a policy may need, 0 where it doesn't expand."""
+    if policy.expand is None or not policy.caps:
+        return 0
+    ids = torch.zeros((1, k), dtype=torch.int64)
+    inputs = RoutingInputs(topk_ids=ids, topk_weights=ids.float(), num_experts=units.num_experts)
+    return Budget(inputs, policy, units).slots
+
+
+def slots_of(runner: Any, wanted: Wanted) -> int:
+    """Ids a token that a layer needs room for, over all policies; 0 where none expands."""
+    slots = 0
+    for index in range(max(1, len(wanted.policies))):
+        placement = placement_for(runner, 0 if wanted.plan is None else index, wanted)
+        units = placement or ExpertPlacement.per_expert(runner.router.global_num_experts)
+        slots = max(slots, slots_for(wanted.policies[index], units, runner.router.top_k))
+    return slots

@@ -1,0 +1,19 @@
+"""Traces: what each layer's router chose, recorded, imported, read, and tried out on."""
+
+from paceline.traces.format import TraceError
+from paceline.traces.importers.asked import Asked
+from paceline.traces.open import is_trace, open_trace, sample, samples
+from paceline.traces.trace import Trace
+from paceline.traces.writer import TraceWriter, save_trace
+
+__all__ = [
+    "Asked",
+    "Trace",
+    "TraceError",
+    "TraceWriter",
+    "is_trace",
+    "open_trace",
+    "sample",
+    "samples",
+    "save_trace",
+]

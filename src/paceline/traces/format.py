@@ -1,0 +1,184 @@
+"""The file format of a trace: a folder with trace.json and chunks in safetensors.
+
+trace.json is the header: what was recorded of which layers. Each chunk-NNNNNN.safetensors holds
+some whole batches, all layers of them; `Chunk` says which tensors. Nothing is pickled, and every
+size is checked against the header before anything of that size is made.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from paceline.text import shortened
+
+HEADER = "trace.json"
+FORMAT, VERSION = "paceline-trace", 1
+CHUNK_KEY = "paceline-trace"
+"""Key in a chunk's own metadata, with the identity of its trace as the value."""
+
+MODALITIES = ("text", "image", "audio", "video")
+"""Names of the codes 0, 1, ... in `modality`."""
+PHASES = ("prefill", "decode")
+"""Names of the codes 0 and 1 in `phase`."""
+UNKNOWN = 255
+"""Code of a modality or phase that nobody recorded."""
+
+MAX_HEADER_BYTES = 1 << 24
+MAX_CHUNK_BYTES = 1 << 32
+MAX_LAYERS, MAX_EXPERTS = 4096, 1 << 20
+
+Content = Literal["counts", "shares", "choices", "scores"]
+"""What a trace holds: assignments an expert; shares of them without totals; each token's experts
+and weights; those and the scores of all experts."""
+
+BatchIs = Literal["forward", "request", "sample", "window", "file"]
+"""What a batch of the trace is: only a forward is what one layer really computed together."""
+
+
+class TraceError(ValueError):
+    """A trace that can't be read: one sentence naming the file, the field and what is expected."""
+
+
+class Layer(BaseModel):
+    """One Mixture-of-Experts layer of a trace.
+
+    Attributes:
+        name: as the model or the file names it.
+        experts: routed experts of the layer.
+        k: experts a token; None where the file doesn't tell and nobody said.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name: str = Field(max_length=1024, pattern=r"^[^\x00-\x1f]*$")
+    experts: int = Field(ge=1, le=MAX_EXPERTS)
+    k: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _k_fits(self) -> Layer:
+        if self.k is not None and self.k > self.experts:
+            raise ValueError(f"k={self.k} of {self.experts} experts: allowed is k <= experts")
+        return self
+
+
+class Header(BaseModel):
+    """What a trace is; the content of trace.json.
+
+    Attributes:
+        content: what is recorded of a batch.
+        layers: in the order of the model.
+        batches: what a batch is.
+        model: name of the model, where known.
+        source: the program and format that the trace came from.
+        scores_are_weights: the gate scores of the chosen experts are their weights.
+        notes: what a reader should know: what was left out, mapped or assumed.
+        identity: random; every chunk names it, so that chunks of two traces can't be mixed.
+        created: time, ISO 8601.
+        chunks: how many there are, once the trace is finished; None: recording was cut off.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    format: Literal["paceline-trace"] = "paceline-trace"
+    version: Literal[1] = 1
+    content: Content
+    layers: tuple[Layer, ...] = Field(min_length=1, max_length=MAX_LAYERS)
+    batches: BatchIs = "forward"
+    model: str | None = None
+    source: str = "paceline record"
+    scores_are_weights: bool = False
+    notes: tuple[str, ...] = ()
+    identity: str = ""
+    created: str = ""
+    chunks: int | None = Field(default=None, ge=0)
+
+    @property
+    def per_token(self) -> bool:
+        """Whether the trace says what each token chose."""
+        return self.content in ("choices", "scores")
+
+    @property
+    def experts(self) -> int:
+        """Most experts of a layer: the width of the tables."""
+        return max(layer.experts for layer in self.layers)
+
+    @property
+    def k(self) -> int | None:
+        """Most experts a token of a layer, None where a layer's is unknown."""
+        known = [layer.k for layer in self.layers if layer.k is not None]
+        return max(known) if len(known) == len(self.layers) else None
+
+
+def read_header(folder: Path) -> Header:
+    """The header of a trace folder.
+
+    Raises:
+        TraceError: if trace.json is missing, too large, no JSON, or has a field that can't be.
+    """
+    path = folder / HEADER
+    raw = read_bounded(path, MAX_HEADER_BYTES)
+    try:
+        fields = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"{path} is not JSON: {error}.") from None
+    return parse_header(fields, str(path))
+
+
+def parse_header(fields: Any, where: str) -> Header:
+    """Header from decoded JSON; `where` names its file in errors.
+
+    Raises:
+        TraceError: naming the first field that can't be.
+    """
+    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+        raise TraceError(f'{where}: format is not "{FORMAT}": this is no trace of Paceline.')
+    if fields.get("version") != VERSION:
+        raise TraceError(
+            f"{where}: version={seen(fields.get('version'))} is not allowed: read is version "
+            f"{VERSION}."
+        )
+    try:
+        return Header.model_validate_json(json.dumps(fields))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first["loc"])) or "header"
+        raise TraceError(
+            f"{where}: {field}={seen(first['input'])} is not allowed: {first['msg']}."
+        ) from None
+
+
+def read_bounded(path: Path, limit: int) -> bytes:
+    """All of a small file.
+
+    Raises:
+        TraceError: if it is missing, no plain file, or larger than `limit` bytes.
+    """
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise TraceError(f"{path} is no plain file.")
+        if status.st_size > limit:
+            raise TraceError(f"{path} has {status.st_size} bytes: allowed are {limit}.")
+        with path.open("rb") as file:
+            return file.read(limit + 1)[:limit]
+    except OSError as error:
+        raise TraceError(f"{path} can't be read: {error.strerror}.") from None
+
+
+def chunk_name(number: int) -> str:
+    """File name of a chunk, from 0."""
+    return f"chunk-{number:06d}.safetensors"
+
+
+def seen(value: object) -> str:
+    """What a file holds, in an error: as Python writes it, on one line, shortened.
+
+    >>> seen("two\\nlines")
+    "'two\\\\nlines'"
+    """
+    return shortened(repr(value))

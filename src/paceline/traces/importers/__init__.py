@@ -1,0 +1,1 @@
+"""Routing that other programs wrote, one module a family of formats."""
