@@ -64,6 +64,7 @@ def policies(draw: Any, k: int = 2, expansion: bool | None = None, **fixed: Any)
         "phase": draw(st.sampled_from(["all", "all", "prefill"])),
         "mode": draw(st.sampled_from(["enforce"] * 4 + ["shadow"])),
         "renormalize": draw(st.booleans()),
+        "compensate": draw(st.booleans()),
         "seed": draw(st.sampled_from([0, 1, 12345, 2**32 - 1])),
     }
     if draw(st.booleans()) if expansion is None else expansion:

@@ -16,9 +16,9 @@ from paceline import CapacityPolicy, PolicyError, register_keep
 
 DEFAULTS = {
     "unit": "device", "pool": "batch", "keep": "score", "min_expert_load": "auto", "phase": "all",
-    "mode": "enforce", "renormalize": False, "expand": None, "expand_limit": None,
-    "expand_rule": "fill", "max_experts": None, "fill_to": 1.0, "drop_first": (),
-    "protect_first": 0, "seed": 0,
+    "mode": "enforce", "renormalize": False, "compensate": False, "expand": None,
+    "expand_limit": None, "expand_rule": "fill", "max_experts": None, "fill_to": 1.0,
+    "drop_first": (), "protect_first": 0, "seed": 0,
 }  # fmt: skip
 
 
@@ -40,6 +40,7 @@ def any_policy(draw: Any) -> CapacityPolicy:
         phase=draw(st.sampled_from(["all", "prefill"])),
         mode=draw(st.sampled_from(["enforce", "shadow", "observe"])),
         renormalize=draw(st.booleans()),
+        compensate=draw(st.booleans()),
         expand=expand,
         expand_limit=draw(st.one_of(st.none(), st.integers(1, 10**6))) if expand else None,
         expand_rule=rule,

@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class Plan:
         experts: experts of each of its layers; None: any.
         k: experts a token; None: any.
         calibration: folder of the calibration, relative to the plan's file.
+        folder: of the plan's file, None where it has none.
 
     Raises:
         PlanError: if a field is not what it should be, or there is neither one policy (or
@@ -60,6 +61,7 @@ class Plan:
     experts: int | None = None
     k: int | None = None
     calibration: str | None = None
+    folder: Path | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for name in _MODEL_FIELDS:
@@ -115,6 +117,14 @@ class Plan:
         """
         placement: ExpertPlacement | int | None = _of_layer(self.placements, layer)
         return placement
+
+    def calibration_folder(self) -> Path | None:
+        """Where the calibration is, None where the plan names none.
+
+        >>> Plan(calibration="found", folder=Path("plans")).calibration_folder()
+        PosixPath('plans/found')
+        """
+        return None if self.calibration is None else (self.folder or Path()) / self.calibration
 
     def check_layers(self, count: int) -> None:
         """Refuse a model with another number of MoE layers than the plan is for.
@@ -216,7 +226,7 @@ class Plan:
             raise PlanError(f"{path} can't be read: {error.strerror}.") from None
         except (TypeError, ValueError) as error:  # no path at all, or one with a null byte
             raise PlanError(f"{path!r} can't be read: {error}.") from None
-        return cls.from_toml(text, str(path))
+        return replace(cls.from_toml(text, str(path)), folder=Path(path).parent)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, whole or not at all.

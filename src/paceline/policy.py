@@ -60,6 +60,9 @@ class CapacityPolicy(BaseModel):
         phase: "all", or "prefill": leave decode tokens alone.
         mode: "enforce", "shadow" (count only what would be dropped) or "observe" (loads only).
         renormalize: give a token's survivors the sum its weights had before.
+        compensate: add what the stand-in of a dropped expert gives, with the weight that the model
+            gave it; needs a calibration of the model. It changes no load and no survivor; with
+            `renormalize` survivors' larger weights come on top.
         expand: experts a token may use beyond its top-k: those on its "own_device", on
             "visited_devices" or "all" (the last two for study); None: none.
         expand_limit: at most so many further experts a token.
@@ -87,6 +90,7 @@ class CapacityPolicy(BaseModel):
     phase: Phase = "all"
     mode: Mode = "enforce"
     renormalize: bool = False
+    compensate: bool = False
     expand: Expand | None = None
     expand_limit: int | None = None
     expand_rule: ExpandRule = "fill"

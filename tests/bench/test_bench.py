@@ -86,6 +86,8 @@ def test_policies_get_what_a_benchmark_means() -> None:
         parse_policies(["mode=observe"], False)
     with pytest.raises(ValueError, match="live on all"):
         parse_policies(["capacity_factor=1.0,expand=own_device"], True)
+    with pytest.raises(ValueError, match="compensate is not timed here"):
+        parse_policies(["capacity_factor=1.0,compensate=true"], False)
 
 
 def test_bound_counts_what_does_not_depend_on_load() -> None:

@@ -27,6 +27,7 @@ from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 import tiny_models
+from made_up_calibration import made_up
 
 from paceline import CapacityPolicy, ExpertPlacement
 from paceline.engines.transformers import attach, expert_parallel
@@ -445,6 +446,35 @@ def shared_sends_nothing() -> None:
     with attach(model, policy_of("capacity_factor=0.75")), counted() as calls:
         logits(model, batch)
     assert [call[0] for call in calls] == ["reduce"] * model.config.num_hidden_layers
+
+
+def compensated() -> None:
+    """Each stand-in counts once, in both layouts, and nothing more is sent."""
+    found, text = made_up(whole("olmoe")), "capacity_factor=0.75"
+    placement = PLACEMENTS["uneven"]
+    for batch in ("shared", "own"):
+        model, reference = whole("olmoe"), whole("olmoe")
+        place_experts(model, placement, batch=batch)
+        parts = batches()
+        given = parts[0] if batch == "shared" else parts[rank()]
+        outs, calls = [], []
+        for compensate in (False, True):
+            policy = policy_of(text).replace(compensate=compensate, pool="request")
+            with (
+                attach(reference, policy, placement, calibration=found),
+                attach(model, policy, calibration=found),
+                counted() as seen,
+            ):
+                outs.append(logits(model, given))
+                near(outs[-1], logits(reference, given), given["attention_mask"], batch)
+                assert len(seen) >= model.config.num_hidden_layers
+                calls.append(list(seen))
+        assert not torch.equal(*outs)
+        # later layers see other tokens; the first sends what it sent
+        assert calls[0][0] == calls[1][0]
+        assert [call[0] for call in calls[0]] == [call[0] for call in calls[1]]
+        if batch == "shared":
+            assert calls[0] == calls[1]
 
 
 # -- failing ---------------------------------------------------------------------------------------

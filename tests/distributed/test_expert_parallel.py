@@ -42,6 +42,7 @@ TOGETHER = (
     "ended",
     "sent",
     "shared_sends_nothing",
+    "compensated",
     "disagreements",
 )
 """Checks that one start of the ranks runs in a row: starting costs more than most of them."""

@@ -242,6 +242,8 @@ def _compared(
     policy: CapacityPolicy, text: str, shares_batch: bool, any_load: bool
 ) -> CapacityPolicy:
     """A policy as a benchmark means it."""
+    if policy.compensate:
+        raise ValueError(f"policy {text!r}: compensate is not timed here: leave it out.")
     if not policy.caps or policy.mode != "enforce":
         raise ValueError(f'policy {text!r} caps nothing: use "none" for the layer without a cap.')
     if any_load and policy.min_expert_load == "auto":

@@ -7,6 +7,7 @@ from importlib.metadata import version as installed_version
 import typer
 
 from paceline.cli.bench import bench
+from paceline.cli.calibrate import calibrate
 from paceline.cli.calibrate_hardware import calibrate_hardware
 from paceline.cli.demo import demo
 from paceline.cli.import_trace import import_trace
@@ -30,6 +31,7 @@ app = typer.Typer(
 app.command()(demo)
 app.add_typer(bench)
 app.command()(loads)
+app.command()(calibrate)
 app.command()(place)
 app.command()(plan)
 app.command()(reorder)

@@ -76,7 +76,12 @@ class Assignment:
     @property
     def dropped(self) -> Tensor:
         """0-d int64: assignments of the model's own choice that were lost."""
-        return (self._genuine.offered & ~self._genuine_selected).sum()
+        return self.dropped_slots.sum()
+
+    @property
+    def dropped_slots(self) -> Tensor:
+        """[tokens, k] bool: which assignments of the model's own choice were lost."""
+        return self._genuine.offered & ~self._genuine_selected
 
     @property
     def extras(self) -> Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from paceline.calibration.file import Calibration
 from paceline.engines.settings import (
     PlacementsLike,
     PoliciesLike,
@@ -24,6 +26,8 @@ from paceline.engines.transformers.probe import Probe, count_experts, probe
 from paceline.engines.transformers.running import Running
 from paceline.plan import Plan
 
+CalibrationLike: TypeAlias = "Calibration | str | os.PathLike[str] | None"
+
 
 def attach(
     model: nn.Module,
@@ -31,6 +35,7 @@ def attach(
     placement: PlacementsLike = None,
     *,
     plan: Plan | None = None,
+    calibration: CalibrationLike = None,
     token_source: TokenSource = None,
     token_valid: TokenLabels = None,
     token_request: TokenLabels = None,
@@ -46,7 +51,10 @@ def attach(
         placement: expert -> device of every layer, as an ExpertPlacement, a list, or a number of
             devices over which experts are spread in order; a sequence of these (not of numbers
             alone) gives each layer its own. None: every expert is a device of its own.
-        plan: policies and placements from one file; `policy` and `placement` come before them.
+        plan: policies, placements and calibration from one file; `policy`, `placement` and
+            `calibration` come before them.
+        calibration: of this model, or its folder, as `paceline calibrate` makes it; needed by
+            compensate=True.
         token_source: which device a token lives on: "sequence" (row i of a batch of B lives on
             device i * devices // B), a [batch] or [batch, length] tensor, or a function of
             (batch, length, device) that gives one. Needed by pool="source" and expand="own_device".
@@ -62,7 +70,8 @@ def attach(
 
     Raises:
         ValueError: if the model is dense, in training mode, compiled or already attached, or a
-            layer can't be handled or can't follow the policy; the model is untouched then.
+            layer can't be handled or can't follow the policy, or the calibration is of another
+            model; the model is untouched then.
     """
     check_model(model)
     labels = UserLabels(token_source, token_valid, token_request, token_decode)
@@ -77,6 +86,10 @@ def attach(
     layers = _layers(model, found_layers, placements, running, parallel)
     if plan is not None:
         plan.check_model([layer.num_experts for layer in layers], [layer.k for layer in layers])
+    if calibration is None and plan is not None:
+        calibration = plan.calibration_folder()
+    if calibration is not None:
+        _calibrate(model, layers, calibration, parallel)
     with ExitStack() as undo:
         for layer in layers:
             undo.callback(layer.remove)
@@ -136,6 +149,33 @@ def _layers(
 
     with gathered(model):
         return made(ParallelLayer)
+
+
+def _calibrate(
+    model: nn.Module, layers: list[AttachedLayer], calibration: CalibrationLike, parallel: bool
+) -> None:
+    """Give layers their stand-ins.
+
+    Raises:
+        ValueError: if it is no calibration, or one of another model.
+    """
+    if isinstance(calibration, (str, os.PathLike)):
+        calibration = Calibration.load(calibration)
+    if not isinstance(calibration, Calibration):
+        raise ValueError(
+            f"calibration is a {type(calibration).__name__}: allowed is a Calibration, or its "
+            "folder."
+        )
+    if parallel:
+        from paceline.engines.transformers.expert_parallel_layer import gathered
+
+        with gathered(model):
+            identity = [layer.identity() for layer in layers]
+    else:
+        identity = [layer.identity() for layer in layers]
+    calibration.check_model(type(model).__name__, identity)
+    for layer, found in zip(layers, calibration.layers, strict=True):
+        layer.compensate(found)
 
 
 def _models(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:

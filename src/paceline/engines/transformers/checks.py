@@ -37,6 +37,11 @@ def check_model(model: Any) -> None:
 
 def check_layer(layer: AttachedLayer, policy: CapacityPolicy, labels: UserLabels) -> None:
     """Refuse what this layer can't do, before anything changes."""
+    if policy.compensate and layer.compensation is None:
+        raise ValueError(
+            "compensate=True needs a calibration of this model: give attach calibration=FOLDER, as "
+            "`paceline calibrate` makes it."
+        )
     if not policy.caps:
         return
     placement = layer.placement or ExpertPlacement.per_expert(layer.num_experts)

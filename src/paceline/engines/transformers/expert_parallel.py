@@ -75,13 +75,21 @@ class ExpertParallel:
         """Experts of the layer, over all ranks."""
         return self.placement.num_experts
 
-    def __call__(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def __call__(
+        self,
+        hidden: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        leave: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
         """The weighted sum of each token's experts, wherever these live. All ranks must call it.
 
         Args:
             hidden: [tokens, hidden] of this rank.
             ids: [tokens, slots] global expert ids; `num_experts` is a dropped slot.
             weights: [tokens, slots].
+            leave: where ranks share a batch, adds what this rank's dropped assignments leave to
+                its part of the sum, [tokens, hidden].
 
         Returns:
             [tokens, hidden], exact zeros for a token without experts.
@@ -93,12 +101,20 @@ class ExpertParallel:
             self._position = self._position.to(ids.device)
         shape, hidden = hidden.shape, hidden.reshape(-1, hidden.shape[-1])
         with torch.no_grad():
-            run = self._reduced if self.shares_batch else self._exchanged
-            return run(hidden, self._position[ids], weights).reshape(shape)
+            position = self._position[ids]
+            if self.shares_batch:
+                return self._reduced(hidden, position, weights, leave).reshape(shape)
+            return self._exchanged(hidden, position, weights).reshape(shape)
 
     # -- one batch for all ----------------------------------------------------------------------
 
-    def _reduced(self, hidden: Tensor, position: Tensor, weights: Tensor) -> Tensor:
+    def _reduced(
+        self,
+        hidden: Tensor,
+        position: Tensor,
+        weights: Tensor,
+        leave: Callable[[Tensor], Tensor] | None,
+    ) -> Tensor:
         local = position - self._first
         mine = (local >= 0) & (local < self._local)
         self._tick("dispatch")
@@ -110,6 +126,8 @@ class ExpertParallel:
             token, slot = mine.nonzero(as_tuple=True)
             rows = self._run(hidden[token], local[token, slot], weights[token, slot])
             partial = torch.zeros_like(hidden).index_add_(0, token, rows.to(hidden.dtype))
+        if leave is not None:
+            partial = leave(partial)
         self._tick("experts")
         self.link.all_reduce(partial, self.layer)
         ring = 2 * (self.link.size - 1) / self.link.size  # of a ring all-reduce

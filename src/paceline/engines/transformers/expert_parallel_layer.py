@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from paceline.engines.transformers.expert_parallel import ExpertParallel
 from paceline.engines.transformers.labels import UserLabels
-from paceline.engines.transformers.layer import AttachedLayer, ReplacedExperts
+from paceline.engines.transformers.layer import AttachedLayer, Leave, ReplacedExperts
 from paceline.engines.transformers.modules import (
     EXPERT_PARALLEL,
     LayerModules,
@@ -63,6 +63,11 @@ class ParallelLayer(AttachedLayer):
                 f"layer {self.name} can't be handled: its router names experts that no rank has."
             )
 
+    @property
+    def own_experts(self) -> Sequence[int]:
+        """The experts of this rank."""
+        return self.parallel.placement.experts_of(self.parallel.link.rank)
+
     def applicable(self, policy: CapacityPolicy) -> CapacityPolicy:
         """With a batch a rank, a pool not named is "source"."""
         own_batches = not self.parallel.shares_batch
@@ -94,11 +99,26 @@ class ParallelLayer(AttachedLayer):
             own if replaced is None else partial(replaced, self.name, own)
         )
 
+    @property
+    def leaving_experts(self) -> Sequence[int] | None:
+        """Where all ranks share a batch, this rank's: each stand-in counts once."""
+        return self.own_experts if self.parallel.shares_batch else None
+
     def _run_kept(
-        self, hidden: Tensor, ids: Tensor, weights: Tensor, assignment: Assignment
+        self,
+        hidden: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        assignment: Assignment,
+        leave: Leave | None,
     ) -> Tensor:
         # no shortcut where nothing is kept: the other ranks wait for this one's part
-        return self._original(hidden, assignment.topk_ids, assignment.topk_weights)
+        kept_ids, kept_weights = assignment.topk_ids, assignment.topk_weights
+        if leave is None:
+            return self._original(hidden, kept_ids, kept_weights)
+        if not self.parallel.shares_batch:
+            return leave(self._original(hidden, kept_ids, kept_weights))
+        return self.parallel(hidden, kept_ids, kept_weights, leave).to(hidden.dtype)
 
 
 def agreed_labels(

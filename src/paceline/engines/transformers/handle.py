@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from paceline.calibration.identity import LayerIdentity
 from paceline.engines.facts import NO_FACTS, Facts
 from paceline.engines.settings import PoliciesLike, read_policies
 from paceline.engines.transformers.checks import check_layer, check_modalities
@@ -156,6 +157,10 @@ class Pace:
             )
             for layer in self._layers
         ]
+
+    def identity(self) -> list[LayerIdentity]:
+        """Sizes of each layer and fingerprints of its weights: what a calibration is bound to."""
+        return [layer.identity() for layer in self._layers]
 
     # -- watching ---------------------------------------------------------------------------------
 

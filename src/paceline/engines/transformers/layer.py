@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from paceline.calibration.file import LayerCalibration
+from paceline.calibration.identity import LayerIdentity, of_experts, of_router
 from paceline.engines.facts import Facts
+from paceline.engines.transformers.compensation import Compensation
 from paceline.engines.transformers.context import ForwardContext
 from paceline.engines.transformers.execution import Execution
 from paceline.engines.transformers.forwards import (
@@ -36,6 +39,9 @@ from paceline.routing.stats import LoadAccumulator
 RunExperts: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(hidden [..., hidden], ids [tokens, slots], weights [tokens, slots]) -> [..., hidden]; an id
 equal to the number of experts is left out."""
+
+Leave: TypeAlias = Callable[[Tensor], Tensor]
+"""[..., hidden] of the kept experts -> with what dropped assignments leave behind."""
 
 ReplacedExperts: TypeAlias = Callable[[str, RunExperts, Tensor, Tensor, Tensor], Tensor]
 """Called with a layer's name, its own way to run experts, and what these are given."""
@@ -70,9 +76,11 @@ class AttachedLayer:
         self.k = found.ids.shape[1]
         self.scoring: Scoring = find_scoring(modules, found, num_experts)
         self._names = argument_names(modules.experts.forward)
+        self._like = found.hidden[:0]
         self._execution = Execution(modules, found, num_experts)
         self._original: Callable[..., Tensor] = modules.experts.forward
         self._replaced: ReplacedExperts | None = None
+        self.compensation: Compensation | None = None
         self._stand_in: StandIn | None = None
         self._router_watch: StandIn | _LastHook | None = None
         self._router_double: Any = self  # the router's forward while it is heard by a stand-in
@@ -81,6 +89,28 @@ class AttachedLayer:
         counted = placement or ExpertPlacement.per_expert(num_experts)
         with torch.inference_mode(False):  # counts go on outside of it
             self.loads = LoadAccumulator(self.name, counted, self.k, modules.device)
+
+    @property
+    def own_experts(self) -> Sequence[int]:
+        """The experts that this process holds, in the order of its module."""
+        return range(self.num_experts)
+
+    def identity(self) -> LayerIdentity:
+        """Which layer it is, by its weights."""
+        own = self.own_experts
+        experts = of_experts(self.modules.experts, len(own))
+        router = of_router(self.modules.router)
+        known = dict(zip(own, experts, strict=True))
+        return LayerIdentity(self.name, self.k, self.num_experts, router, known)
+
+    def compensate(self, found: LayerCalibration) -> None:
+        """Have dropped assignments leave their stand-ins, where a policy asks for it."""
+        self.compensation = Compensation(found, self.leaving_experts, self._like)
+
+    @property
+    def leaving_experts(self) -> Sequence[int] | None:
+        """Whose stand-ins are added here; None: all."""
+        return None
 
     # -- following a policy -----------------------------------------------------------------------
 
@@ -196,7 +226,16 @@ class AttachedLayer:
                     entry[0](self.name, inputs, assignment)
         if not rule.routes or rule.policy.mode != "enforce":
             return self._run(hidden, ids, weights)
-        return self._run_kept(hidden, ids, weights, assignment)
+        leave: Leave | None = None
+        if rule.policy.compensate and self.compensation is not None:
+            leave = partial(
+                self.compensation,
+                hidden=hidden,
+                ids=ids,
+                weights=weights,
+                dropped=assignment.dropped_slots,
+            )
+        return self._run_kept(hidden, ids, weights, assignment, leave)
 
     def _route(self, inputs: RoutingInputs, policy: CapacityPolicy) -> Assignment:
         return route(inputs, policy, self.placement)
@@ -212,9 +251,14 @@ class AttachedLayer:
         return self._replaced(self.name, self._run_some, hidden, ids, weights)
 
     def _run_kept(
-        self, hidden: Tensor, ids: Tensor, weights: Tensor, assignment: Assignment
+        self,
+        hidden: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        assignment: Assignment,
+        leave: Leave | None,
     ) -> Tensor:
-        """The experts on what was kept."""
+        """The experts on what was kept, and what dropped assignments leave."""
         kept_ids, kept_weights = assignment.topk_ids, assignment.topk_weights
         if self._execution.wide_ids:
             # ids beyond the experts are the model's own zero experts: they stay as they were
@@ -222,8 +266,10 @@ class AttachedLayer:
             kept_ids = torch.where(beyond, _widened(ids.long(), kept_ids), kept_ids)
             kept_weights = torch.where(beyond, _widened(weights, kept_weights), kept_weights)
         if self._replaced is None:
-            return self._run_some(hidden, kept_ids, kept_weights)
-        return self._replaced(self.name, self._run_some, hidden, kept_ids, kept_weights)
+            out = self._run_some(hidden, kept_ids, kept_weights)
+        else:
+            out = self._replaced(self.name, self._run_some, hidden, kept_ids, kept_weights)
+        return out if leave is None else leave(out)
 
     def _run_some(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return self._execution(self._original, hidden, ids, weights)

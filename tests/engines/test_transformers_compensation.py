@@ -1,0 +1,252 @@
+"""Compensated Drop: dropped assignments leave their stand-ins, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from helpers import IMPLEMENTATIONS, fingerprint, implementation, model_of, output
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_up_calibration import made_up
+
+from paceline import CapacityPolicy, attach
+from paceline.calibration.file import Calibration, CalibrationError, LayerCalibration
+from paceline.engines.transformers.compensation import Compensation
+from paceline.plan import Plan
+
+CAP = "capacity_factor=1,unit=expert,min_expert_load=0"
+MIXTRAL = "mixtral"
+LAYER = made_up(model_of(MIXTRAL)).layers[0]
+
+
+def stand_in(layer: LayerCalibration, expert: int, x: np.ndarray) -> np.ndarray:
+    up, down = layer.up[expert].double().numpy(), layer.down[expert].double().numpy()
+    bias, mean = layer.bias[expert].double().numpy(), layer.mean[expert].double().numpy()
+    return bias + up @ (down @ (x - mean))
+
+
+def mixtral_expert(experts: Any, expert: int, x: np.ndarray) -> np.ndarray:
+    gate, up = np.split(experts.gate_up_proj[expert].detach().double().numpy() @ x, 2)
+    return experts.down_proj[expert].detach().double().numpy() @ (gate / (1 + np.exp(-gate)) * up)
+
+
+@pytest.mark.parametrize("how", IMPLEMENTATIONS)
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_a_layer_gives_kept_experts_and_stand_ins(how: str, renormalize: bool) -> None:
+    model, seen, hidden, outs = model_of(MIXTRAL), {}, {}, {}
+    found = made_up(model)
+    policy = CapacityPolicy.parse(f"{CAP},compensate=true,renormalize={renormalize}")
+    with ExitStack() as stack:
+        assert stack.enter_context(implementation(model, how))
+        pace = stack.enter_context(attach(model, policy, calibration=found))
+        pace.watch(lambda name, inputs, assignment: seen.update({name: (inputs, assignment)}))
+        for name in pace.layers:
+
+            def keep(_: Any, args: Any, kwargs: Any, out: Any, name: str = name) -> None:
+                hidden[name], outs[name] = (*args, *kwargs.values())[0], out
+
+            experts = model.get_submodule(name).experts
+            stack.callback(experts.register_forward_hook(keep, with_kwargs=True).remove)
+        output(model, tiny_models.inputs(pad=5))
+        layers = pace.layers
+    alone = 0
+    for name, layer in zip(layers, found.layers, strict=True):
+        inputs, assignment = seen[name]
+        experts = model.get_submodule(name).experts
+        got = outs[name].reshape(-1, 32).numpy()
+        for t, x in enumerate(hidden[name].reshape(-1, 32).double().numpy()):
+            want, kept = np.zeros(32), assignment.kept[t].tolist()
+            for slot, expert in enumerate(inputs.topk_ids[t].tolist()):
+                if kept[slot]:
+                    weight = float(assignment.topk_weights[t, slot])
+                    want += weight * mixtral_expert(experts, expert, x)
+                elif inputs.valid[t]:
+                    want += float(inputs.topk_weights[t, slot]) * stand_in(layer, expert, x)
+            alone += bool(inputs.valid[t]) and not any(kept)
+            np.testing.assert_allclose(got[t], want, rtol=1e-3, atol=1e-5)
+    assert alone  # some token lost all its experts
+
+
+@pytest.mark.parametrize("how", IMPLEMENTATIONS)
+def test_it_changes_no_load_no_count_and_no_survivor(how: str) -> None:
+    """In the first layer, whose inputs are the same."""
+    model, given = model_of(MIXTRAL), tiny_models.inputs(pad=5)
+    found, seen = made_up(model), []
+    with implementation(model, how), attach(model, CAP, calibration=found) as pace:
+        first = pace.layers[0]
+
+        def watch(name: str, _: Any, assignment: Any) -> None:
+            if name == first:
+                seen.append(assignment)
+
+        pace.watch(watch)
+        stats, outs = [], []
+        for policy in (CAP, f"{CAP},compensate=true"):
+            pace.policy = policy
+            pace.reset_stats()
+            outs.append(output(model, given))
+            stats.append(pace.stats().layers[0].to_dict())
+    assert stats[0] == stats[1]
+    assert stats[0]["dropped"] > 0
+    for name in ("topk_ids", "topk_weights", "kept"):
+        assert torch.equal(*(getattr(one, name) for one in seen))
+    assert not torch.equal(*outs)
+
+
+@pytest.mark.parametrize("how", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "policy", ["capacity_factor=50,min_expert_load=0", f"{CAP},mode=shadow", f"{CAP},mode=observe"]
+)
+def test_without_a_drop_nothing_changes_to_the_bit(how: str, policy: str) -> None:
+    model, given = model_of(MIXTRAL), tiny_models.inputs(pad=5)
+    found = made_up(model)
+    with implementation(model, how):
+        with attach(model, policy) as pace:
+            want = output(model, given)
+        with attach(model, f"{policy},compensate=true", calibration=found) as pace:
+            assert torch.equal(output(model, given), want)
+            assert pace.stats().layers[0].forwards == 1
+
+
+def test_detached_the_model_is_as_it_was() -> None:
+    model = model_of(MIXTRAL)
+    before, found = fingerprint(model), made_up(model)
+    with attach(model, f"{CAP},compensate=true", calibration=found):
+        output(model, tiny_models.inputs())
+    assert fingerprint(model) == before
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(0, 20), st.integers(1, 4), st.booleans())
+def test_both_ways_of_computing_it_are_the_formula(
+    seed: int, tokens: int, k: int, some: bool
+) -> None:
+    """Over some of the experts or all, a token's rows that lost nothing may hold anything."""
+    rng = torch.Generator().manual_seed(seed)
+    experts, hidden, rank = 6, 5, 2
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=rng)
+
+    layer = replace(
+        LAYER,
+        experts=("",) * experts,
+        bias=random(experts, hidden),
+        up=random(experts, hidden, rank),
+        down=random(experts, rank, hidden),
+        mean=random(experts, hidden),
+    )
+    own = [1, 4, 2] if some else None
+    x, out, weights = random(tokens, hidden), random(tokens, hidden), random(tokens, k)
+    ids = torch.randint(0, experts + 2, (tokens, k), generator=rng)  # some are zero experts
+    dropped = (random(tokens, k) > 0.6) & (ids < experts)
+    x[~dropped.any(1)] = torch.nan
+    want = out.double().numpy().copy()
+    for t, slot in dropped.nonzero().tolist():
+        expert = int(ids[t, slot])
+        if own is None or expert in own:
+            want[t] += float(weights[t, slot]) * stand_in(layer, expert, x[t].double().numpy())
+    compensation = Compensation(layer, own, x[:0])
+    flat = compensation(out, x, ids, weights, dropped)
+    shaped = compensation(out[None], x[None], ids, weights, dropped)
+    with patch("torch.compiler.is_compiling", return_value=True):
+        static = compensation(out, x, ids, weights, dropped)
+    for got in (flat, shaped[0], static):
+        np.testing.assert_allclose(got.numpy(), want, rtol=1e-4, atol=1e-4)
+        same = ~dropped.any(1)
+        assert torch.equal(got[same], out[same])
+
+
+def test_a_stand_in_that_overflows_harms_no_other() -> None:
+    """Where every token is multiplied with every stand-in, infinity times nothing is nothing."""
+    down = LAYER.down.clone()
+    down[5] = 1e38
+    compensation = Compensation(replace(LAYER, down=down, mean=0 * LAYER.mean), None, LAYER.up[:0])
+    x, out = torch.full((2, 32), 100.0), torch.zeros(2, 32)
+    ids, dropped = torch.tensor([[1, 5], [5, 2]]), torch.tensor([[True, False], [False, True]])
+    with patch("torch.compiler.is_compiling", return_value=True):
+        got = compensation(out, x, ids, torch.ones(2, 2), dropped)
+    assert torch.isfinite(got).all()
+    torch.testing.assert_close(got, compensation(out, x, ids, torch.ones(2, 2), dropped))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_it_follows_the_dtype_of_the_model(dtype: torch.dtype) -> None:
+    model, given = copy.deepcopy(model_of(MIXTRAL)), tiny_models.inputs()
+    model.set_experts_implementation("eager")  # the only one that knows float64
+    found = made_up(model)  # of the float32 model: bfloat16 is the same one, rounded
+    policy = f"{CAP},compensate=true"
+    with attach(model, policy, calibration=found):
+        want = output(model, given)
+    with attach(model.to(dtype), policy, calibration=found):
+        got = output(model, given)
+    assert got.dtype is dtype
+    assert torch.isfinite(got).all()
+    if dtype is torch.float64:
+        torch.testing.assert_close(got.float(), want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+def test_it_compiles_as_one_graph() -> None:
+    model = tiny_models.build(MIXTRAL, num_hidden_layers=1)
+    model.set_experts_implementation("grouped_mm")
+    found, given = made_up(model), tiny_models.inputs(pad=5)
+    torch._dynamo.reset()
+    with attach(model, f"{CAP},compensate=true", calibration=found) as pace:
+        want = output(model, given)
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        torch.testing.assert_close(output(compiled, given), want)
+        assert pace.stats().layers[0].dropped > 0
+    torch._dynamo.reset()
+
+
+def test_a_plan_names_the_calibration(tmp_path: Path) -> None:
+    model, given = model_of(MIXTRAL), tiny_models.inputs()
+    found, policy = made_up(model), CapacityPolicy.parse(f"{CAP},compensate=true")
+    found.save(tmp_path / "found")
+    Plan((policy,), calibration="found").save(tmp_path / "plan.toml")
+    with attach(model, policy, calibration=found):
+        want = output(model, given)
+    with attach(model, plan=Plan.load(tmp_path / "plan.toml")):
+        assert torch.equal(output(model, given), want)
+    with attach(model, policy, calibration=tmp_path / "found"):
+        assert torch.equal(output(model, given), want)
+
+
+def test_without_a_calibration_that_fits_it_is_an_error(tmp_path: Path) -> None:
+    model = copy.deepcopy(model_of(MIXTRAL))
+    before, found, policy = fingerprint(model), made_up(model), f"{CAP},compensate=true"
+
+    def refused(calibration: Any, said: str, kind: type[ValueError] = CalibrationError) -> None:
+        with pytest.raises(kind, match=said):
+            attach(model, policy, calibration=calibration)
+        assert fingerprint(model) == before
+
+    refused(None, "compensate=True needs a calibration", ValueError)
+    refused(7, "calibration is a int", ValueError)
+    refused(tmp_path, "there is no calibration in")
+    other = Calibration("OlmoeForCausalLM", ("a",), (1,), "texts", found.layers)
+    refused(other, "is of a OlmoeForCausalLM, the model is a MixtralForCausalLM")
+    refused(replace(found, layers=found.layers[:2]), "of 2 MoE layers, the model has 3")
+    wider = replace(found.layers[0], k=5)
+    refused(replace(found, layers=(wider, *found.layers[1:])), "8 experts and 5 a token")
+    with attach(model, CAP) as pace:
+        with pytest.raises(ValueError, match="needs a calibration"):
+            pace.policy = policy
+        assert not pace.policy.compensate
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj[3, 2, 1] *= 1.5
+    refused(found, "those of the experts of layer model.layers.1.mlp differ")
+    with torch.no_grad():
+        weight = model.model.layers[0].mlp.gate.weight
+        weight[:2] = weight[:2].flip(0)
+    refused(found, "those of the router of layer model.layers.0.mlp differ")
