@@ -53,6 +53,8 @@ class ForwardContext:
         counts_past: whether anybody will ask what was cached before; a mask that needs it does.
 
     Attributes:
+        arguments: of the forward, by name.
+        inner_calls: forwards inside this one so far, by module.
         tokens: ids [batch, length] or embeddings [batch, length, hidden], None where the forward
             doesn't tell.
         shape: (batch, length) of the tokens, None without them.
@@ -70,10 +72,10 @@ class ForwardContext:
         generation: Generation | None = None,
         counts_past: bool = True,
     ) -> None:
-        self._arguments, self._config, self._labels = arguments, config, labels
+        self.arguments, self._config, self._labels = arguments, config, labels
         self._generation, self._counts_past = generation, counts_past
         self._known: dict[str, Any] = {}
-        self._inner_calls: dict[int, int] = {}
+        self.inner_calls: dict[int, int] = {}
         self.step: Tensor | int = 0
         self.rules: tuple[Any, ...] = ()
         self.watchers: tuple[tuple[Any, Facts], ...] = ()
@@ -88,61 +90,12 @@ class ForwardContext:
         if counts_past or (mask is not None and not is_padding_mask(mask)):
             self._past = cached_tokens(arguments)  # read now: the forward adds to the cache
 
-    # -- forwards inside this one -----------------------------------------------------------------
-
-    def of_inner(self, arguments: dict[str, Any], module: int) -> dict[str, Any] | None:
-        """What is known of the tokens of a forward inside this one, called with `arguments`.
-
-        A language model inside another model mostly gets the same tokens, in this or another form.
-        But a module may run it twice, on other tokens or under another mask.
-
-        Args:
-            arguments: of the inner forward.
-            module: a number of its own for each inner module.
-
-        Returns:
-            None where this context says it, else the arguments of one that does.
-        """
-        calls = self._inner_calls.get(module, 0)
-        self._inner_calls[module] = calls + 1
-        tokens, mask = tokens_of(arguments), arguments.get("attention_mask")
-        own = self._arguments.get("attention_mask")
-        if self.tokens is None:
-            return arguments
-        if tokens is self.tokens and mask is own:
-            return None
-        if tokens is None or self.shape is None:
-            return None
-        if tokens.shape[:2] != self.shape:
-            return arguments
-        if not tokens.is_floating_point() and not self._same_ids(tokens):
-            return arguments
-        if is_padding_mask(mask):
-            if mask is own:
-                return None
-            given = {name: value for name, value in arguments.items() if value is not None}
-            return {**self._arguments, **given}
-        if calls == 0 or tokens is self.tokens:
-            return None
-        # the same module once more, on embeddings of its own: only what it is given now counts
-        known = mask is not None or own is None
-        return arguments if known else {}
-
     def inside(self, arguments: dict[str, Any], config: Any) -> ForwardContext:
-        """The context of a forward inside this one, with arguments that `of_inner` gave."""
+        """The context of a forward inside this one, see `nested`."""
         config = self._config if config is None else config
         inner = ForwardContext(arguments, config, self._labels, self._generation, self._counts_past)
         inner.step, inner.rules, inner.watchers = self.step, self.rules, self.watchers
         return inner
-
-    def _same_ids(self, ids: Tensor) -> bool:
-        """Whether these are this forward's ids, itself or a view of them."""
-        own = self.tokens
-        if ids is own:
-            return True
-        if own is None or own.is_floating_point() or torch.compiler.is_compiling():
-            return False
-        return ids.data_ptr() == own.data_ptr() and ids.stride() == own.stride()
 
     # -- what is said of the tokens ---------------------------------------------------------------
 
@@ -154,7 +107,7 @@ class ForwardContext:
     @property
     def is_masked(self) -> bool:
         """Whether the forward was given a mask of any kind, readable or not."""
-        return any(value is not None for name, value in self._arguments.items() if "mask" in name)
+        return any(value is not None for name, value in self.arguments.items() if "mask" in name)
 
     @property
     def _ends(self) -> Tensor | None:
@@ -162,7 +115,7 @@ class ForwardContext:
 
         Continuous batching packs so, and fills the row up with fabricated tokens.
         """
-        starts = self._arguments.get("cu_seq_lens_q")
+        starts = self.arguments.get("cu_seq_lens_q")
         packed = isinstance(starts, Tensor) and self.shape is not None and self.shape[0] == 1
         return starts[1:] if packed and isinstance(starts, Tensor) else None
 
@@ -173,8 +126,8 @@ class ForwardContext:
         Sequences packed into one row without a mask or a cache are told apart by their positions
         alone: Transformers' own masks say so (`find_packed_sequence_indices`).
         """
-        positions, mask = positions_of(self._arguments), self._arguments.get("attention_mask")
-        if self.shape is None or mask is not None or cache_of(self._arguments) is not None:
+        positions, mask = positions_of(self.arguments), self.arguments.get("attention_mask")
+        if self.shape is None or mask is not None or cache_of(self.arguments) is not None:
             return None
         if positions is None:
             return None
@@ -214,7 +167,7 @@ class ForwardContext:
     def _unpadded(self) -> Tensor | None:
         """[rows] bool, False for padding, as the forward's arguments say; None: no padding."""
         assert self.shape is not None
-        mask = self._arguments.get("attention_mask")
+        mask = self.arguments.get("attention_mask")
         if self._ends is not None:
             return torch.arange(self.shape[1], device=self.device) < self._ends[-1]
         if isinstance(mask, dict):
@@ -254,9 +207,7 @@ class ForwardContext:
         if self._labels.decode is not None:
             return False  # the user knows, token by token
         if self._ends is not None:
-            return (
-                self._arguments.get("max_length_q") == 1 and cache_of(self._arguments) is not None
-            )
+            return self.arguments.get("max_length_q") == 1 and cache_of(self.arguments) is not None
         if self.shape is None:
             return False
         if self._generation is not None:
@@ -285,11 +236,11 @@ class ForwardContext:
         if self.shape is None:
             return None
         batch, length = self.shape
-        mask: Any = self._arguments.get("attention_mask")
+        mask: Any = self.arguments.get("attention_mask")
         if is_padding_mask(mask):
             real: Tensor = mask != 0
             return (real.long().cumsum(1) - 1)[:, -length:].reshape(-1)
-        positions = positions_of(self._arguments)
+        positions = positions_of(self.arguments)
         if positions is not None and positions.shape in ((1, length), (batch, length)):
             return positions.expand(batch, length).reshape(-1).long()
         if self._ends is not None:
@@ -329,10 +280,10 @@ class ForwardContext:
         if self.shape is None:
             return {}
         length = self.shape[1]
-        mask: Any = self._arguments.get("attention_mask")
+        mask: Any = self.arguments.get("attention_mask")
         so_far = mask.shape[1] if is_padding_mask(mask) else length
         for name in _TOKEN_TYPES:
-            kinds = self._arguments.get(name)
+            kinds = self.arguments.get(name)
             # a prompt's types that decode steps still carry say nothing of the new token
             if (
                 isinstance(kinds, Tensor)
@@ -341,7 +292,7 @@ class ForwardContext:
             ):
                 kinds = kinds[:, -length:].reshape(-1)
                 return {m: kinds == value for m, value in MODALITY_OF_TYPE.items()}
-        ids = self._arguments.get("input_ids")
+        ids = self.arguments.get("input_ids")
         if not isinstance(ids, Tensor):
             return {}
         return {m: ids.reshape(-1) == token for m, token in modality_tokens(self._config).items()}

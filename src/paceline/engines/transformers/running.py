@@ -23,6 +23,7 @@ from paceline.engines.transformers.context import ForwardContext
 from paceline.engines.transformers.forwards import StandIn, Switch, named_arguments, stand_in
 from paceline.engines.transformers.generation import Generation, GenerationWatch
 from paceline.engines.transformers.labels import UserLabels
+from paceline.engines.transformers.nested import arguments_inside
 from paceline.engines.transformers.rules import LayerRule
 from paceline.routing import Assignment, RoutingInputs
 
@@ -160,7 +161,7 @@ class Running:
         if outer is None:
             here.context = self._begin(arguments, config)
         else:
-            inner = outer.of_inner(arguments, number) if takes_tokens else arguments
+            inner = arguments_inside(outer, arguments, number) if takes_tokens else arguments
             if inner is not None:
                 here.context = outer.inside(inner, config if inner is arguments else None)
         try:
