@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -56,9 +56,14 @@ def step_of(policy: CapacityPolicy, placement: ExpertPlacement | None) -> Callab
     return step
 
 
-def check(step: Callable[..., Any], compiled: Callable[..., Any], mark: bool = False) -> None:
+def check(
+    step: Callable[..., Any],
+    compiled: Callable[..., Any],
+    mark: bool = False,
+    several: Sequence[int] = TOKENS,
+) -> None:
     """Whatever the number of tokens, the same bits."""
-    for seed, tokens in enumerate(TOKENS):
+    for seed, tokens in enumerate(several):
         inputs = batch(tokens, 8, 2, seed)
         tensors = [getattr(inputs, name) for name in TENSORS]
         if mark:
@@ -76,8 +81,11 @@ def test_one_graph_serves_any_number_of_tokens(name: str) -> None:
         counter = CompileCounterWithBackend("aot_eager")
         dynamic = None if mark else True
         compiled = torch.compile(step, fullgraph=True, backend=counter, dynamic=dynamic)
+        check(step, compiled, mark, TOKENS[:1])
+        graphs = counter.frame_count  # with every size unknown the first call may start over once
         check(step, compiled, mark)
-        assert counter.frame_count == 1, "recompiled for a new number of tokens"
+        assert counter.frame_count == graphs, "recompiled for a new number of tokens"
+        assert not mark or graphs == 1
 
 
 @backends
