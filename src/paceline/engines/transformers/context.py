@@ -160,7 +160,9 @@ class ForwardContext:
             valid = _both(valid, self._labels.of("valid", *self.shape, self.device))
         ended = None if self._generation is None else self._generation.ended
         if ended is not None and ended.shape[0] == self.shape[0]:
-            running = (~ended).to(self.device).repeat_interleave(self.shape[1])
+            running = (~ended).to(self.device)
+            if self.shape[1] > 1:
+                running = running.repeat_interleave(self.shape[1])
             valid = _both(valid, running)
         return valid
 
