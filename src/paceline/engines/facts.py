@@ -42,11 +42,6 @@ class Facts:
         names = [field.name for field in fields(Facts)]
         return Facts(*(any(getattr(one, name) for one in asked) for name in names))
 
-    @property
-    def of_tokens(self) -> bool:
-        """Whether anything is asked for that only the engine's own batch can tell."""
-        return self.source or self.request or self.position or self.modality
-
 
 NO_FACTS = Facts()
 
