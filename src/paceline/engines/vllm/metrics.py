@@ -35,6 +35,11 @@ def families() -> dict[str, Any]:
             ("layer", "rank", "stage"),
         )
         counter("dropped", "Assignments dropped; in shadow, that would be.", ("layer", "rank"))
+        counter(
+            "dropped_computed",
+            "Dropped assignments that were computed with weight 0: leaving them out takes longer.",
+            ("layer", "rank"),
+        )
         counter("capped_forwards", "Forwards in which a capacity was set.")
         gauge(
             "device_peak_to_mean",
@@ -57,6 +62,7 @@ class Publisher:
     def __init__(self, model: CappedModel) -> None:
         self._model = model
         self._last: dict[str, LayerStats] = {}
+        self._computed: dict[str, int] = {}
         self._capped = 0
         self._policy = ""
         self._stop = threading.Event()
@@ -88,6 +94,10 @@ class Publisher:
             several = ranks.data_ranks > 1
             mine = range(ranks.expert_ranks) if several else [ranks.expert_rank]
             rows = {rank: layer.units.experts_of(rank) for rank in mine}
+        computed = layer.dropped_computed
+        self._add("dropped_computed", computed - self._computed.get(layer.name, 0), layer.name,
+                  str(ranks.expert_rank))  # fmt: skip
+        self._computed[layer.name] = computed
         extras = stats.extras - (last.extras if last else 0)
         for rank, experts in rows.items():
             asked = _sum(stats.expert_loads_before, experts)

@@ -12,7 +12,7 @@ from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing.route import check_binding
 
-UNSUPPORTED = ("compensate", "max_active")
+UNSUPPORTED = ("max_active",)
 """Fields of a policy that other engines may know."""
 
 
@@ -27,6 +27,15 @@ def check_policy(layer: Any, policy: CapacityPolicy) -> None:
     for field in UNSUPPORTED:
         if getattr(policy, field, None):
             raise ValueError(f"{field}={getattr(policy, field)} is not supported in vLLM yet.")
+    if policy.compensate and layer.stand_ins is None:
+        raise ValueError(
+            "compensate=true needs a calibration of this model: start the server with "
+            "--calibration FOLDER (PACELINE_CALIBRATION), as `paceline calibrate` makes it."
+        )
+    if policy.compensate and policy.expand is not None and layer.slots:
+        raise ValueError(
+            f"compensate=true with expand={policy.expand} was never run in vLLM: say one of them."
+        )
     if facts.scores and layer.scoring is None:
         what = "keep" if policy.keep == "score" else "expand"
         raise ValueError(
