@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from paceline.text import shortened
+
 Precision = Literal["bf16", "fp8", "fp4"]
 BYTES: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.5}
 """Bytes of a weight, scales not counted."""
@@ -169,8 +171,8 @@ def hardware_of(name: str) -> Hardware:
         if not isinstance(said, dict) or not set(said) <= known:
             raise ValueError(f"its fields are {', '.join(sorted(known))}")
         return Hardware(**said)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} holds no hardware: {error}.") from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} holds no hardware: {shortened(error, 200)}.") from None
 
 
 def save_hardware(hardware: Hardware, path: Path, more: dict[str, Any] | None = None) -> None:
