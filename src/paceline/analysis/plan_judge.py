@@ -187,16 +187,18 @@ def layer_plan(trace: Trace, maps: Sequence[ExpertMap], policies: Sequence[Capac
     >>> layer_plan(sample("gpt_oss_20b_decode"), [ExpertMap.contiguous(32, 8)] * 6, []).placements
     (8,)
     """
+    replicated = any(own.replicas for own in maps)
     contiguous = all(own.slots == tuple(range(own.num_experts)) for own in maps)
-    placements = (maps[0].num_devices,) if contiguous else tuple(own.placement for own in maps)
+    in_order = replicated or contiguous
     ks = {layer.k for layer in trace.header.layers}
     experts = {layer.experts for layer in trace.header.layers}
     return Plan(
         policies=tuple(policies[:1] if len(set(policies)) == 1 else policies),
-        placements=placements,
+        placements=(maps[0].num_devices,) if in_order else tuple(own.placement for own in maps),
         layers=len(maps),
         experts=experts.pop() if len(experts) == 1 else None,
         k=ks.pop() if len(ks) == 1 else None,
+        slots=tuple(own.slots for own in maps) if replicated else (),
     )
 
 

@@ -46,7 +46,8 @@ def verdict(result: Mapping[str, Any]) -> tuple[str, list[str]]:
         more = (1 + replicas["gain"]) / (1 + gain) - 1
         lines.append(
             f"Replicas would gain {more:+.1%} over the placement alone, for "
-            f"{replicas['replica_gb_a_device']:.2f} GB of each device."
+            f"{replicas['replica_gb_a_device']:.2f} GB of each device (paceline place --replicas "
+            "writes their map)."
         )
     lines.append("Times are the cost model's, not measured.")
     if "cap" in decision:
