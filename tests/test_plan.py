@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from paceline import CapacityPolicy, ExpertPlacement
 from paceline.cli.app import app
 from paceline.placement import MAX_DEVICES
-from paceline.plan import Plan, PlanError
+from paceline.plan import Plan
+from paceline.plan_fields import PlanError
 
 POLICY = CapacityPolicy(capacity_factor=1.25)
 
@@ -52,7 +53,8 @@ POLICY = CapacityPolicy(capacity_factor=1.25)
             "slots of 2 experts",
         ),
         (
-            "version = 1\nslots = [[0, 1], [1, 0]]\n[placement]\nnum_devices = 2\n[model]\nlayers = 3",
+            "version = 1\nslots = [[0, 1], [1, 0]]\nplacement = {num_devices = 2}\n"
+            "model = {layers = 3}",
             "2 slots, 3 layers",
         ),
         # a placement of so many devices would fill the memory
