@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.errors import guarded
+from paceline.cli.model_options import AsJson
 from paceline.cli.trace_options import Experts, K, Layers, ModelConfig, TraceName, WorldSize
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def place(
     k: K = None,
     layers: Layers = None,
     world_size: WorldSize = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Search the placement whose busiest device has the fewest rows, batch after batch.
 
