@@ -132,8 +132,18 @@ class TraceWriter:
             raise TraceError(f"{self.folder / name} can't be written: {reason}.") from None
 
 
-def save_trace(trace: Trace, folder: Path) -> None:
+def save_trace(
+    trace: Trace, folder: Path, progress: Callable[[int, int, str], None] | None = None
+) -> tuple[int, int]:
     """Write a whole trace, an imported one for example, in Paceline's own format.
+
+    Args:
+        trace: to write.
+        folder: to be made.
+        progress: told chunks written, about how many in all, and batches so far.
+
+    Returns:
+        How many batches and tokens it has.
 
     Raises:
         TraceError: if the folder can't be written.
@@ -141,10 +151,17 @@ def save_trace(trace: Trace, folder: Path) -> None:
     >>> from pathlib import Path; from tempfile import TemporaryDirectory
     >>> from paceline.traces import open_trace, sample
     >>> with TemporaryDirectory() as folder:
-    ...     save_trace(sample("esft_v2lite_law"), Path(folder) / "copy")
+    ...     print(save_trace(sample("esft_v2lite_law"), Path(folder) / "copy"))
     ...     print(open_trace(Path(folder) / "copy").header.content)
+    (4, 4096)
     choices
     """
+    batches = tokens = 0
     with TraceWriter(folder, trace.header) as writer:
         for chunk in trace.chunks:
             writer.add(chunk)
+            batches, tokens = batches + chunk.batches, tokens + chunk.tokens
+            if progress is not None:
+                total = max(writer.chunks, len(trace.chunks))
+                progress(writer.chunks, total, f"{batches:,} batches")
+    return batches, tokens
