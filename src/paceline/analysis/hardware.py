@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.text import shortened
+from paceline.whole_file import whole_file
 
 Precision = Literal["bf16", "fp8", "fp4"]
 BYTES: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.5}
@@ -193,7 +194,8 @@ def save_hardware(hardware: Hardware, path: Path, more: dict[str, Any] | None = 
     True
     """
     content = {"hardware": asdict(hardware), **(more or {})}
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    with whole_file(path, private=False) as file:
+        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def linked(hardware: Hardware, link: float | None, network: float | None) -> Hardware:
