@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import ContinuousBatchingConfig
 
 from paceline import CapacityPolicy, attach
+from paceline.engines.transformers import SharedCacheWarning
 
 EOS = 2
 DEVICES = 4
@@ -230,9 +232,15 @@ def test_a_shared_prefix_cache_carries_what_followed_the_prefix() -> None:
     """
     model, prefix, question = model_of("olmoe"), drawn(OURS, 16, 1), drawn(THEIRS, 5, 2)
     for policy, share, alike in ((CAP, True, False), (CAP, False, True), (None, True, True)):
-        with reached_experts(model) as reached, attach(model, policy, DEVICES):
+        with (
+            reached_experts(model) as reached,
+            attach(model, policy, DEVICES),
+            warnings.catch_warnings(record=True) as said,
+        ):
+            warnings.simplefilter("always", SharedCacheWarning)
             one, other = (
                 asked_after(reached, prefix + drawn(OURS, 8, seed), prefix + question, share)
                 for seed in (3, 4)
             )
         assert torch.allclose(one, other, atol=1e-5) == alike
+        assert sum(w.category is SharedCacheWarning for w in said) == (not alike)
