@@ -230,7 +230,12 @@ def outcome(
     together = {name: torch.cat([part[name] for part in parts]) for name in neighbour}
     length = len(neighbour["topk_ids"])
     request = torch.arange(len(parts)).repeat_interleave(length)
-    inputs = RoutingInputs(**together, token_request=request)
+    inputs = RoutingInputs(
+        topk_ids=together["topk_ids"],
+        topk_weights=together["topk_weights"],
+        scores=together["scores"],
+        token_request=request,
+    )
     kept = route(inputs, policy, placement).kept
     return tuple(kept[: len(own) * length].flatten().tolist())
 
