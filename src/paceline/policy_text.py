@@ -11,8 +11,9 @@ import tomli_w
 from pydantic import BaseModel
 
 if sys.version_info >= (3, 11):
-    import tomllib
     from typing import Self
+
+    import tomllib
 else:
     import tomli as tomllib
     from typing_extensions import Self

@@ -1,4 +1,4 @@
-"""Which experts `max_active` lets a device read: tables that never change, and exact sums of weights.
+"""Which experts `max_active` lets a device read: tables that never change, exact sums of weights.
 
 Sums of floats depend on their order, and so on the backend and on who shares a batch. Weights are
 therefore taken as multiples of a power of two so small that it hardly ever rounds a float32, and

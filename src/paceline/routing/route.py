@@ -89,7 +89,8 @@ def check_binding(policy: CapacityPolicy, placement: ExpertPlacement, k: int) ->
     if policy.max_active is not None and most_active(policy.max_active, largest) == largest:
         raise ValueError(
             f"max_active={policy.max_active} can never bind where a device hosts at most {largest} "
-            f"of the {placement.num_experts} experts: allowed is less, or fewer devices."
+            f"of the {placement.num_experts} experts: allowed is less, or a placement of them on "
+            "fewer devices."
         )
     factor = policy.capacity_factor
     if policy.unit == "device" and placement.num_devices == 1 and (factor or 0) >= 1:

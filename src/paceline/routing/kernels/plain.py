@@ -17,7 +17,6 @@ from paceline.routing.priority import PRIORITY_BITS
 from paceline.routing.ranking import ranking_key
 from paceline.routing.survivors import Survivors
 
-
 on_host = False
 
 
