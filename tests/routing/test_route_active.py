@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -241,4 +240,3 @@ def test_text_forms_read_back(most: Any) -> None:
     ):
         assert again == policy
         assert type(again.max_active) is type(policy.max_active)
-    assert dataclasses.is_dataclass(RoutingInputs)

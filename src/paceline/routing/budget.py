@@ -89,7 +89,7 @@ class Budget:
     def slots(self) -> int:
         """Slots of a bounded assignment: k, and the most extras that the policy allows a token."""
         policy, largest = self.policy, max(self.placement.sizes)
-        if policy.expand is None or policy.factor is None:
+        if policy.expand is None or policy.capacity_factor is None:
             return self.k
         widest = {"own_device": largest, "visited_devices": self.k * largest}
         limit = self.num_experts if policy.expand_limit is None else policy.expand_limit

@@ -257,7 +257,9 @@ class Pace:
             return False
         load = f"an expert {capped[0].min_expert_load:g} tokens on average (min_expert_load)"
         too_many = all(policy.factor is None for policy in self.policies)
-        why = f"all gave {load}" if too_many else f"none gave {load}, or all of them only decoded"
+        why = f"none gave {load}, or all of them only decoded"
+        if too_many:
+            why = f"all gave {load}, or had too few to want more experts than max_active"
         warnings.warn(
             f'the cap of "{stats.policy}" never applied in {capped[0].forwards} forwards: {why}.',
             CapNeverAppliedWarning,

@@ -299,7 +299,7 @@ class AttachedLayer:
 
         scores = source = position = None
         # not every policy ranks by scores, but all with a factor are told what share they kept
-        capped = policy.caps and policy.factor is not None
+        capped = policy.caps and policy.capacity_factor is not None
         if self.scoring.rule is not None and (capped or facts.scores):
             if router is None:
                 raise RuntimeError(f"layer {self.name}: its experts ran before its router.")
