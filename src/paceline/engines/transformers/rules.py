@@ -45,9 +45,8 @@ class LayerRule:
             return False
         if rows < self.few[on_cpu]:
             return rows <= self.spared
-        if (
-            self.policy.capacity_factor is None
-        ):  # where rows may be padding, tokens may still be few
+        if self.policy.capacity_factor is None:
+            # rows that may be padding may still be few tokens
             return context is not None and context.valid is None
         return self.policy.phase == "prefill" and context is not None and context.is_decode
 
