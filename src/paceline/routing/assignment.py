@@ -9,6 +9,7 @@ from torch import Tensor
 
 from paceline.routing.budget import Budget
 from paceline.routing.candidates import Candidates, topk_candidates
+from paceline.routing.constants import table
 from paceline.routing.lazy import lazy
 from paceline.routing.pools import TokenPools
 
@@ -29,10 +30,11 @@ class Assignment:
         bounded_ids: [tokens, slots] int64 `topk_ids` as they are (or, in shadow, would be) under
             the cap.
 
-    >>> from paceline import CapacityPolicy, RoutingInputs, route
-    >>> route(RoutingInputs(torch.zeros(3, 1).int(), torch.ones(3, 1), num_experts=2),
-    ...       CapacityPolicy(gamma=1, keep="first", min_expert_load=0)).loads_after
-    tensor([[2, 0]])
+    Examples:
+        >>> from paceline import CapacityPolicy, RoutingInputs, route
+        >>> route(RoutingInputs(torch.zeros(3, 1).int(), torch.ones(3, 1), num_experts=2),
+        ...       CapacityPolicy(gamma=1, keep="first", min_expert_load=0)).loads_after
+        tensor([[2, 0]])
     """
 
     topk_ids: Tensor
@@ -52,6 +54,11 @@ class Assignment:
         """[pools, units] int64 places; the largest int64 without a cap."""
         policy = self.budget.policy
         return self.budget.capacity(policy.factor if policy.caps else None)
+
+    @lazy
+    def narrowed(self) -> Tensor:
+        """[1] bool: whether the policy's max_active ruled: too few tokens for a capacity."""
+        return self.budget.narrowed
 
     @lazy
     def loads_before(self) -> Tensor:
@@ -84,6 +91,21 @@ class Assignment:
         return self._genuine.offered & ~self._genuine_selected
 
     @property
+    def tokens_without_expert(self) -> Tensor:
+        """0-d int64: tokens that lost every assignment, and so get nothing from routed experts."""
+        return (self._genuine.offered.any(1) & ~self._selected.any(1)).sum()
+
+    @lazy
+    def active_before(self) -> Tensor:
+        """[devices] int64 experts of each device that the model's own choice gives any token."""
+        return self._active(self.expert_loads_before)
+
+    @lazy
+    def active_after(self) -> Tensor:
+        """[devices] int64 experts of each device that still get any token, over all pools."""
+        return self._active(self.expert_loads_after)
+
+    @property
     def extras(self) -> Tensor:
         """0-d int64: assignments gained by expansion."""
         return self._selected[:, self.budget.k :].sum()
@@ -110,6 +132,12 @@ class Assignment:
     @property
     def _genuine_selected(self) -> Tensor:
         return self._selected[:, : self.budget.k]
+
+    def _active(self, expert_loads: Tensor) -> Tensor:
+        placement = self.budget.placement
+        device = table(placement.expert_to_device, expert_loads)
+        active = torch.zeros(placement.num_devices, dtype=torch.int64, device=device.device)
+        return active.scatter_add(0, device, (expert_loads > 0).long())
 
     def _loads(self, ids: Tensor, counted: Tensor) -> Tensor:
         group = unit_groups(self.budget, ids, counted)

@@ -8,6 +8,7 @@ import torch
 
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
+from paceline.routing.active import most_active
 from paceline.routing.assignment import Assignment
 from paceline.routing.budget import Budget
 from paceline.routing.candidates import topk_candidates
@@ -36,9 +37,11 @@ def route(
     Raises:
         ValueError: if the policy needs an input that is missing, or its cap can never bind.
 
-    >>> inputs = RoutingInputs(torch.tensor([[0], [0], [1]]), torch.ones(3, 1), num_experts=2)
-    >>> route(inputs, CapacityPolicy(gamma=0.6, keep="first", min_expert_load=0)).topk_ids.tolist()
-    [[0], [2], [1]]
+    Examples:
+        >>> inputs = RoutingInputs(torch.tensor([[0], [0], [1]]), torch.ones(3, 1), num_experts=2)
+        >>> policy = CapacityPolicy(gamma=0.6, keep="first", min_expert_load=0)
+        >>> route(inputs, policy).topk_ids.tolist()
+        [[0], [2], [1]]
     """
     if not isinstance(inputs, RoutingInputs):
         raise _wrong("inputs", inputs, RoutingInputs)
@@ -50,11 +53,12 @@ def route(
     if placement is None:
         placement = _alone(num_experts)
     budget = Budget(inputs, policy, placement)
-    check_binding(policy, placement, budget.k)
-    bounded = capacity = None
+    if not torch.compiler.is_compiling():  # which can't follow fractions
+        check_binding(policy, placement, budget.k)
+    bounded = capacity = narrowed = None
     if policy.caps:
         if torch.compiler.is_compiling():
-            bounded, capacity = survivors_in_graph(budget)
+            bounded, capacity, narrowed = survivors_in_graph(budget)
         else:
             bounded = survivors(budget)
     if bounded is not None and policy.mode == "enforce":
@@ -70,8 +74,8 @@ def route(
         budget=budget,
         bounded_ids=(bounded or shown).ids,
     )
-    if capacity is not None:
-        assignment.capacity = capacity
+    if capacity is not None and narrowed is not None:
+        assignment.capacity, assignment.narrowed = capacity, narrowed
     return assignment
 
 
@@ -79,10 +83,18 @@ def check_binding(policy: CapacityPolicy, placement: ExpertPlacement, k: int) ->
     """Refuse a policy that this placement, or this many experts a token, makes meaningless.
 
     Raises:
-        ValueError: for a device cap on one device that allows its whole load, or max_experts < k.
+        ValueError: for a device cap on one device that allows its whole load, max_experts < k, or
+            a max_active that no device's experts exceed.
     """
     if not policy.caps:
         return
+    largest = max(placement.sizes)
+    if policy.max_active is not None and most_active(policy.max_active, largest) == largest:
+        raise ValueError(
+            f"max_active={policy.max_active} can never bind where a device hosts at most {largest} "
+            f"of the {placement.num_experts} experts: allowed is less, or a placement of them on "
+            "fewer devices."
+        )
     factor = policy.capacity_factor
     if policy.unit == "device" and placement.num_devices == 1 and (factor or 0) >= 1:
         raise ValueError(

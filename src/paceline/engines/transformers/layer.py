@@ -123,7 +123,7 @@ class AttachedLayer:
 
     def rule(self, policy: CapacityPolicy) -> LayerRule:
         """What a policy means for this layer."""
-        return layer_rule(policy, self.k, self.num_experts)
+        return layer_rule(policy, self.k, self.num_experts, self.placement)
 
     # -- taking the place of experts.forward ------------------------------------------------------
 
@@ -298,8 +298,9 @@ class AttachedLayer:
             return context.rows_of(per_token, rows, self.name)
 
         scores = source = position = None
-        # not every policy ranks by scores, but all are told what share of them they kept
-        if self.scoring.rule is not None and (policy.caps or facts.scores):
+        # not every policy ranks by scores, but all with a factor are told what share they kept
+        capped = policy.caps and policy.capacity_factor is not None
+        if self.scoring.rule is not None and (capped or facts.scores):
             if router is None:
                 raise RuntimeError(f"layer {self.name}: its experts ran before its router.")
             scores = self.scoring(*router, rows)
