@@ -22,6 +22,7 @@ from paceline.engines.vllm.tokens import Batch, current_batch, padding_of_forwar
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import Assignment, RoutingInputs, route
+from paceline.routing.active import rows_spared
 from paceline.routing.capacity import tokens_needed
 from paceline.routing.priority import token_priorities
 from paceline.routing.stats import LayerStats, LoadAccumulator
@@ -102,7 +103,7 @@ class CappedLayer:
         self.slots = 0
         self.warns = False  # whether this layer says that requests share a budget
         self._step = 0
-        self._tokens_needed = 0
+        self._tokens_needed = self._spared = 0
         self._never_binds: Callable[[int], bool] = lambda tokens: True
 
     # -- policy -----------------------------------------------------------------------------------
@@ -128,6 +129,7 @@ class CappedLayer:
             return
         load = self.loads.min_expert_load = policy.resolved_min_expert_load("cpu")
         self._tokens_needed = tokens_needed(load, self.k, self.num_experts)
+        self._spared = rows_spared(policy.max_active, self.units, self.k)
         self._routed = policy
         if policy.pool == "source":
             # the whole forward was judged on the host, and only one source has tokens here
@@ -273,7 +275,9 @@ class CappedLayer:
         policy = self.policy
         assert policy is not None
         tokens = batch.everywhere if policy.pool == "source" else batch.tokens
-        return tokens < self._tokens_needed or self._never_binds(batch.tokens)
+        if tokens < self._tokens_needed:
+            return tokens <= self._spared
+        return self._never_binds(batch.tokens)
 
     def _inputs(self, batch: Batch, weights: Tensor, ids: Tensor, logits: Tensor) -> RoutingInputs:
         policy = self.policy if self.policy is None or not self.policy.caps else self._routed
