@@ -119,6 +119,26 @@ def test_prefill_phase_leaves_decoding_alone(olmoe: Capped) -> None:
     assert sum(row_counter.CALLS[0]) < TOKENS * K
 
 
+@pytest.mark.parametrize("factor", ["", "capacity_factor=1.25,"])
+def test_decode_reads_few_experts_of_each_device(olmoe: Capped, factor: str) -> None:
+    """12 requests decode: 24 rows on 8 experts, below the CPU's 8 an expert; a prefill isn't."""
+    olmoe.set(f"{factor}max_active=1")
+    before = olmoe.model.describe()["dropped"]
+    row_counter.CALLS.clear()
+    answers(olmoe.llm, tokens=6)
+    layers, hosted = len(olmoe.model.layers), EXPERTS // DEVICES
+    steps = row_counter.CALLS[layers:]
+    assert len(steps) == 5 * layers
+    for rows in steps:
+        by_device = [rows[d * hosted : (d + 1) * hosted] for d in range(DEVICES)]
+        assert max(sum(n > 0 for n in device) for device in by_device) == 1
+    if not factor:  # else the prefill drops too
+        asked = len(steps) * len(LENGTHS) * K
+        dropped = olmoe.model.describe()["dropped"] - before
+        assert dropped == asked - sum(map(sum, steps)) > 0
+        assert sum(row_counter.CALLS[0]) == TOKENS * K
+
+
 def test_small_batches_are_left_alone_by_default(olmoe: Capped) -> None:
     few = (5, 4)  # 18 rows on 8 experts: 2.25 an expert, below the CPU's 8
     assert olmoe.prefill("capacity_factor=0.5", few)["dropped"] == 0
@@ -163,6 +183,8 @@ def test_back_to_the_start(olmoe: Capped) -> None:
         ("capacity_factor=1,pool=source", "pool=source needs data and expert parallelism"),
         ("capacity_factor=1,drop_first=image", "drop_first=image is not allowed in vLLM"),
         ("capacity_factor=1,expand=all", "start the server with it"),
+        ("max_active=2", "max_active=2 can never bind"),
+        ("max_active=1,pool=request", 'max_active=1 with pool="request"'),
         ("nonsense", "is not of the form name=value"),
     ],
 )

@@ -47,6 +47,12 @@ def families() -> dict[str, Any]:
             "livemax",
             ("stage",),
         )
+        gauge(
+            "active_experts",
+            "Experts with any row on the device with the most, mean over layers and forwards.",
+            "livemax",
+            ("stage",),
+        )
         gauge("gate_mass_kept", "Share of the gate mass kept where a policy routed.", "livemin")
         gauge("policy_info", "1 for the policy in force.", "livemax", ("policy",))
     return _families
@@ -121,11 +127,15 @@ class Publisher:
             self._capped = capped
         if not any(layer.tokens for layer in stats):
             return self._publish_policy()
-        gauge, count = families()["device_peak_to_mean"], len(stats)
-        before = sum(layer.device_peak_to_mean_before for layer in stats) / count
-        after = sum(layer.device_peak_to_mean_after for layer in stats) / count
-        gauge.labels("before").set(before)
-        gauge.labels("after").set(after)
+        count = len(stats)
+        for name, figures in (
+            ("device_peak_to_mean", [(s.device_peak_to_mean_before, s.device_peak_to_mean_after)
+                                     for s in stats]),
+            ("active_experts", [(s.most_active_experts_before, s.most_active_experts_after)
+                                for s in stats]),
+        ):  # fmt: skip
+            for stage, values in zip(("before", "after"), zip(*figures, strict=True), strict=True):
+                families()[name].labels(stage).set(sum(values) / count)
         families()["gate_mass_kept"].set(sum(layer.gate_mass_kept for layer in stats) / count)
         self._publish_policy()
 

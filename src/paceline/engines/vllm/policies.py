@@ -12,6 +12,7 @@ from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing.route import check_binding
 
+
 def check_policy(layer: Any, policy: CapacityPolicy) -> None:
     """Refuse a policy that a `CappedLayer` can't follow.
 
