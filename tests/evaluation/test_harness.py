@@ -1,4 +1,4 @@
-"""`paceline-hf` beside the harness's own `hf`: the same to the bit, and caps that see tokens only."""
+"""`paceline-hf` beside the harness's `hf`: the same to the bit, and caps that see tokens only."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_padding_of_a_batch_counts_for_nothing(demo: tuple[Any, Any]) -> None:
     try:
         lm.loglikelihood(_requests("loglikelihood", PAIRS), disable_tqdm=True)
         rows = {
-            tuple((tokenizer.encode(a) + tokenizer.encode(b) if a else [0, *tokenizer.encode(b)]))
+            tuple(tokenizer.encode(a) + tokenizer.encode(b) if a else [0, *tokenizer.encode(b)])
             for a, b in PAIRS
         }
         tokens = sum(len(row) for row in {row[:-1] for row in rows})
@@ -145,9 +145,25 @@ def test_the_harness_command_takes_it_where_a_task_is_named_by_its_path(tmp_path
     arguments = 'pretrained=demo,devices=8,policy="capacity_factor=1,unit=expert"'
     task = str(TASK_FOLDER / "continuation.yaml")
     ran = subprocess.run(
-        [sys.executable, "-m", "lm_eval", "--model", "paceline-hf", "--model_args", arguments]
-        + ["--tasks", task, "--limit", "4", "--batch_size", "4", "--device", "cpu"]
-        + ["--output_path", str(tmp_path)],
+        [
+            sys.executable,
+            "-m",
+            "lm_eval",
+            "--model",
+            "paceline-hf",
+            "--model_args",
+            arguments,
+            "--tasks",
+            task,
+            "--limit",
+            "4",
+            "--batch_size",
+            "4",
+            "--device",
+            "cpu",
+            "--output_path",
+            str(tmp_path),
+        ],
         capture_output=True,
         text=True,
         timeout=900,

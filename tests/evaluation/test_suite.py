@@ -10,7 +10,18 @@ import pytest
 from paceline.evaluation.suite import PAPER_TASKS, PUBLISHED, paper_policies
 from paceline.policy import CapacityPolicy
 
-FOLDERS = "openbookqa piqa glue super_glue winogrande arc hellaswag mmlu/default mmlu gsm8k".split()
+FOLDERS = [
+    "openbookqa",
+    "piqa",
+    "glue",
+    "super_glue",
+    "winogrande",
+    "arc",
+    "hellaswag",
+    "mmlu/default",
+    "mmlu",
+    "gsm8k",
+]
 
 
 def test_the_nine_tasks_are_in_the_harness_and_take_these_shots() -> None:
