@@ -122,6 +122,11 @@ class Tally:
             raise ValueError(
                 f'plan {self.name!r}: keep="weight" needs weights, which the trace doesn\'t hold.'
             )
+        if self.policy.caps and self.policy.keep == "contribution":
+            raise ValueError(
+                f'plan {self.name!r}: keep="contribution" needs norms of a calibration, which no '
+                "trace holds."
+            )
         after, lost = given.loads.copy(), 0
         kept_mass = mass = 0.0 if given.mass is None else float(given.mass.sum())
         for rows, bounded in self._routed(given, told):
