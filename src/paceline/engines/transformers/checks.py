@@ -43,6 +43,11 @@ def check_layer(layer: AttachedLayer, policy: CapacityPolicy, labels: UserLabels
             "compensate=True needs a calibration of this model: give attach calibration=FOLDER, as "
             "`paceline calibrate` makes it."
         )
+    if policy.keep == "contribution" and layer.compensation is None:
+        raise ValueError(
+            'keep="contribution" needs a calibration of this model: give attach '
+            "calibration=FOLDER, as `paceline calibrate` makes it."
+        )
     if not policy.caps:
         return
     placement = layer.placement or ExpertPlacement.per_expert(layer.num_experts)
