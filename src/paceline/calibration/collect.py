@@ -56,7 +56,7 @@ class _Seen:
 def calibrate(
     model: Any,
     tokenizer: Any,
-    texts: Mapping[str, str],
+    texts: Mapping[str, str] | Sequence[Batch],
     *,
     rank: int = 16,
     sampling: Sampling | None = None,
@@ -67,10 +67,11 @@ def calibrate(
 
     Args:
         model: a Mixture-of-Experts model in evaluation mode; it is restored afterwards.
-        tokenizer: its tokenizer.
-        texts: name -> text.
+        tokenizer: its tokenizer, None with batches.
+        texts: name -> text, or batches of the model's arguments: prompts with pictures, say. Rows
+            of padding (attention_mask) teach nothing.
         rank: of a stand-in, at most.
-        sampling: which tokens to run.
+        sampling: which tokens of texts to run.
         memory: bytes for layers' inputs; with less, the texts are run more often.
         progress: told after every layer.
 
@@ -81,9 +82,12 @@ def calibrate(
 
     check_count("rank", rank)
     check_count("memory", memory)
-    sampling = sampling or Sampling()
-    check_length(model, sampling.sequence_length)
-    batches, tokens = make_batches(tokenizer, texts, sampling)
+    if isinstance(texts, Mapping):
+        sampling = sampling or Sampling()
+        check_length(model, sampling.sequence_length)
+        batches, tokens = make_batches(tokenizer, texts, sampling)
+    else:
+        batches, tokens = list(texts), _tokens(texts)
     text_of_row, part_of_row = _parts(batches, list(tokens))
     found: list[LayerCalibration] = []
     with attach(model) as pace:
@@ -110,16 +114,33 @@ def calibrate(
     )
 
 
+def _real(batch: Batch) -> Tensor:
+    """[rows, length] bool, False for padding."""
+    return batch.given.get("attention_mask", torch.ones_like(batch.ids)) != 0
+
+
+def _tokens(batches: Sequence[Batch]) -> dict[str, int]:
+    """Tokens of each text, in order of appearance.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    tokens: dict[str, int] = {}
+    for batch in batches:
+        for source, real in zip(batch.sources, _real(batch).sum(1).tolist(), strict=True):
+            tokens[source] = tokens.get(source, 0) + real
+    if not sum(tokens.values()):
+        raise ValueError("batches have no token: allowed are one or more.")
+    return tokens
+
+
 def _parts(batches: Sequence[Batch], texts: list[str]) -> tuple[Tensor, Tensor]:
-    """[rows] the text of each row, and the part with which it is left out."""
-    text = torch.cat(
-        [
-            torch.tensor([texts.index(source) for source in batch.sources]).repeat_interleave(
-                batch.ids.shape[1]
-            )
-            for batch in batches
-        ]
-    )
+    """[rows] the text of each row, -1 for padding, and the part with which it is left out."""
+    rows = [
+        torch.tensor([texts.index(s) for s in b.sources]).unsqueeze(1).where(_real(b).cpu(), -1)
+        for b in batches
+    ]
+    text = torch.cat([row.flatten() for row in rows])
     if len(texts) > 1:
         return text, text % FOLDS
     return text, torch.arange(len(text)) * FOLDS // len(text)
@@ -127,7 +148,8 @@ def _parts(batches: Sequence[Batch], texts: list[str]) -> tuple[Tensor, Tensor]:
 
 def _run(model: Any, batch: Batch) -> None:
     with torch.inference_mode():
-        model(input_ids=batch.ids.to(model.device), use_cache=False)
+        given = {"input_ids": batch.ids, **batch.given}
+        model(**{name: value.to(model.device) for name, value in given.items()}, use_cache=False)
 
 
 @contextmanager
@@ -157,7 +179,7 @@ class _Rows:
     Args:
         seen: what it was given.
         layer: which it is.
-        text: [rows] text of each row.
+        text: [rows] text of each row, -1 for padding.
         part: [rows] part with which it is left out.
 
     Raises:
@@ -176,7 +198,7 @@ class _Rows:
 
     def of(self, expert: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Inputs and outputs [rows, hidden] of an expert, texts and parts [rows] of the rows."""
-        rows = (self._ids == expert).any(1)
+        rows = (self._ids == expert).any(1) & (self._text >= 0)
         x = self._hidden[rows]
         return x, self._outputs(x, expert), self._text[rows], self._part[rows]
 

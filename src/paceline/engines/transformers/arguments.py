@@ -8,9 +8,6 @@ from torch import Tensor, nn
 
 from paceline.engines.transformers.forwards import argument_names
 
-MODALITY_OF_TYPE = {"image": 1, "video": 2, "audio": 3}
-"""Values of Transformers' mm_token_type_ids; 0 is text."""
-
 _CACHES = ("cache", "past_key_values", "cache_params")  # renamed in Transformers 5.2x
 
 
@@ -64,19 +61,6 @@ def cached_tokens(arguments: dict[str, Any]) -> int | Tensor:
     except ValueError:  # a cache of linear attention layers alone counts no tokens
         return int(bool(getattr(cache, "has_previous_state", lambda: False)()))
     return length.clone() if isinstance(length, Tensor) else int(length)
-
-
-def modality_tokens(config: Any) -> dict[str, int]:
-    """Modality -> id of the placeholder token that a config names for it."""
-    found = {}
-    parts = [config, getattr(config, "thinker_config", None)]
-    for modality in MODALITY_OF_TYPE:
-        for part in parts:
-            for ending in ("token_id", "token_index"):
-                token = getattr(part, f"{modality}_{ending}", None)
-                if isinstance(token, int) and modality not in found:
-                    found[modality] = token
-    return found
 
 
 def parameter_names(module: nn.Module) -> list[str]:
