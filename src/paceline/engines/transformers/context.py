@@ -18,6 +18,7 @@ from paceline.engines.transformers.arguments import (
     cached_tokens,
     is_padding_mask,
     positions_of,
+    real_rows,
     tokens_of,
 )
 from paceline.engines.transformers.generation import Generation
@@ -169,30 +170,12 @@ class ForwardContext:
     def _unpadded(self) -> Tensor | None:
         """[rows] bool, False for padding, as the forward's arguments say; None: no padding."""
         assert self.shape is not None
-        mask = self.arguments.get("attention_mask")
         if self._ends is not None:
             return torch.arange(self.shape[1], device=self.device) < self._ends[-1]
-        if isinstance(mask, dict):
+        mask = self.arguments.get("attention_mask")
+        if isinstance(mask, dict):  # by kind of attention
             mask = mask.get("full_attention", next(iter(mask.values()), None))
-        if mask is None:
-            return None
-        batch, length = self.shape
-        if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= length:
-            own = mask[:, -1] if length == 1 else mask[:, -length:].reshape(-1)
-            return own != 0
-        if isinstance(mask, Tensor) and mask.dim() == 4:
-            # a token is real where it may attend to itself
-            mask = mask if mask.dtype is torch.bool else mask == 0
-            own = mask[:, 0].diagonal(self.past_length, 1, 2)
-            if own.shape == self.shape:
-                return own.reshape(-1)
-            if own.shape == (1, length):
-                return own.expand(batch, length).reshape(-1)
-        shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(
-            f"attention_mask {shape} can't be read as padding: allowed is [batch, tokens so far] "
-            "or [batch, 1, length, tokens so far]."
-        )
+        return None if mask is None else real_rows(mask, *self.shape, self._past)
 
     @_once
     def past_length(self) -> int:
