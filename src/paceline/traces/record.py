@@ -167,7 +167,7 @@ class Recorder:
         rows = inputs.topk_ids.shape[0]
         modality: dict[str, Tensor] | None = None
         if context is not None:
-            modality = {m: context.rows_of(t, rows, name) for m, t in context.modality.items()}
+            modality = context.modality_of(rows, name)
         running.add(layer, inputs, modality, known=context is not None)
 
     def _finish_forwards(self) -> None:
