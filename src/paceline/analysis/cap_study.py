@@ -14,7 +14,7 @@ import numpy as np
 from paceline.analysis.cap_words import IN_ORDER, PLACED, said
 from paceline.analysis.expert_map import ExpertMap
 from paceline.analysis.placing import Wanted, check_alike
-from paceline.analysis.plan_judge import fitted
+from paceline.analysis.plan_judge import Steps, fitted
 from paceline.analysis.planner import MAX_BATCHES
 from paceline.analysis.traffic import (
     Part,
@@ -84,22 +84,24 @@ def cap_study(
     devices = max((_devices(p) for p in plan.placements), default=devices)
     order = [ExpertMap.contiguous(layer.experts, devices).placement for layer in layers]
     own = _own(plan, trace)
+    steps = Steps(progress, 3)
+    search = steps.of("placing")
     fitting = batches_of(trace, batch_tokens)
     cut, first = fitting, 0  # what judges: the batches of which trace, from which on
     if judge is not None:
         check_alike(trace, judge)
         cut = batches_of(judge, batch_tokens)
         if own is None:
-            own = _searched(fitting, count_batches(fitting), devices)
+            own = _searched(fitting, count_batches(fitting), devices, search)
     elif own is None and (first := count_batches(fitting) // 2):
-        own = _searched(fitting, first, devices)
+        own = _searched(fitting, first, devices, search)
     batches = count_batches(cut)
     part = Part(first, batches)
     placements = {IN_ORDER: order} | ({} if own is None else {PLACED: own})
     if trace.header.per_token:
         seen = picked(cut, spread_over(part, MAX_BATCHES))
         keep = keeps_of(cut)[0]
-        ways, of_plan = _capped(seen, placements, keep, plan, progress)
+        ways, of_plan = _capped(seen, placements, keep, plan, steps.of("caps"))
     else:
         seen, keep = cut, None
         ways, of_plan = _uncapped(cut, part, placements), None
@@ -130,7 +132,7 @@ def cap_study(
         "expert_to_device": {
             name: [list(p.expert_to_device) for p in own] for name, own in placements.items()
         },
-        "loads": trace_loads(cut, order),
+        "loads": trace_loads(cut, order, progress=steps.of("loads")),
         "ways": ways,
         "plan": of_plan,
     }
@@ -138,9 +140,12 @@ def cap_study(
     return result
 
 
-def _searched(trace: Trace, batches: int, devices: int) -> list[ExpertPlacement]:
+def _searched(
+    trace: Trace, batches: int, devices: int, progress: Progress | None
+) -> list[ExpertPlacement]:
     """The placement of each layer that is searched on the first batches."""
-    return [m.placement for m in fitted(trace, Part(0, batches), Wanted(devices)).alone]
+    found = fitted(trace, Part(0, batches), Wanted(devices), progress)
+    return [own.placement for own in found.alone]
 
 
 def _devices(placement: ExpertPlacement | int) -> int:

@@ -6,9 +6,9 @@ errors with coefficients that can't be negative; which rows are slow and how til
 by the same error. How good it is, shapes say that took no part in it: some that never do, and each
 of the others when the fit is made again without it.
 
-What made fits hold on a busy machine: processor time, rounds in which all cases take turns, and many
-sizes, since one is as much as a sixth quicker or slower than its numbers say. With one round 30 of
-36 such layers were within 15%, with two or more all 36.
+What made fits hold on a busy machine: processor time, rounds in which all cases take turns, and
+many sizes, since one is as much as a sixth quicker or slower than its numbers say. With one round
+30 of 36 such layers were within 15%, with two or more all 36.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def _measured(out: Path | None, link: float | None, rounds: int, threads: int) -
         }
         for timing, error in zip(unseen, found.held_out, strict=True)
     ]
-    decode = [case["error"] for case in cases if case["decode"]]
+    decode = [e for t, e in zip(unseen, found.held_out, strict=True) if bench.is_decode(t)]
     several = len(bench.FIT_SIZES) > 2  # what is left must do for a fit
     others = bench.left_out(seen) if several else []
     more = {
