@@ -55,8 +55,9 @@ class Plan:
         PlanError: if a field is not what it should be, or there is neither one policy (or
             placement) nor one a layer.
 
-    >>> Plan((CapacityPolicy(capacity_factor=1.25),), (8,)).policy_of(3).capacity_factor
-    1.25
+    Examples:
+        >>> Plan((CapacityPolicy(capacity_factor=1.25),), (8,)).policy_of(3).capacity_factor
+        1.25
     """
 
     policies: tuple[CapacityPolicy, ...] = ()
@@ -114,8 +115,9 @@ class Plan:
     def policy_of(self, layer: int) -> CapacityPolicy | None:
         """The policy of a layer, None where the plan names none.
 
-        >>> Plan().policy_of(0) is None
-        True
+        Examples:
+            >>> Plan().policy_of(0) is None
+            True
         """
         policy: CapacityPolicy | None = _of_layer(self.policies, layer)
         return policy
@@ -123,8 +125,9 @@ class Plan:
     def placement_of(self, layer: int) -> ExpertPlacement | int | None:
         """The placement of a layer (or a number of devices), None where the plan names none.
 
-        >>> Plan(placements=(2,)).placement_of(0)
-        2
+        Examples:
+            >>> Plan(placements=(2,)).placement_of(0)
+            2
         """
         placement: ExpertPlacement | int | None = _of_layer(self.placements, layer)
         return placement
@@ -132,8 +135,9 @@ class Plan:
     def calibration_folder(self) -> Path | None:
         """Where the calibration is, None where the plan names none.
 
-        >>> Plan(calibration="found", folder=Path("plans")).calibration_folder()
-        PosixPath('plans/found')
+        Examples:
+            >>> Plan(calibration="found", folder=Path("plans")).calibration_folder()
+            PosixPath('plans/found')
         """
         return None if self.calibration is None else (self.folder or Path()) / self.calibration
 
@@ -162,7 +166,8 @@ class Plan:
         Raises:
             PlanError: naming both, or that the plan replicates experts.
 
-        >>> Plan(layers=2).check_layers(2)
+        Examples:
+            >>> Plan(layers=2).check_layers(2)
         """
         if not replicates:
             self.refuse_replicas()
@@ -184,7 +189,8 @@ class Plan:
         Raises:
             PlanError: naming what differs.
 
-        >>> Plan(layers=2).check_model([8, 8], [2, 2])
+        Examples:
+            >>> Plan(layers=2).check_model([8, 8], [2, 2])
         """
         self.check_layers(len(experts), replicates)
         planned = len(set(self.slots[0])) if self.slots else self.experts
@@ -209,8 +215,9 @@ class Plan:
     def to_toml(self) -> str:
         """The plan as TOML; `from_toml` reads it back.
 
-        >>> Plan(placements=(8,)).to_toml().splitlines()[0]
-        'version = 1'
+        Examples:
+            >>> Plan(placements=(8,)).to_toml().splitlines()[0]
+            'version = 1'
         """
         out: dict[str, Any] = {"version": VERSION}
         if self.calibration is not None:
@@ -235,8 +242,9 @@ class Plan:
         Raises:
             PlanError: naming the file, the field, its value and what is allowed.
 
-        >>> Plan.from_toml("version = 1").policies
-        ()
+        Examples:
+            >>> Plan.from_toml("version = 1").policies
+            ()
         """
         try:
             fields = tomllib.loads(text)
