@@ -23,7 +23,7 @@ def calibrate_hardware(
         float | None,
         typer.Option(help="GB/s between devices, one way, which is not measured here."),
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Runs of every case; the fastest counts.")] = 5,
+    rounds: Annotated[int, typer.Option(help="Runs of every case; the fastest counts.")] = 7,
     threads: Annotated[int, typer.Option(help="Threads on a CPU: one device's.")] = 1,
     published: Annotated[
         bool,
