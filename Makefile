@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 WORKERS ?= 2
 
-.PHONY: help setup demo test test-versions test-vllm test-dist lint format docs docs-site model clean
+.PHONY: help setup demo test test-versions test-vllm test-dist fuzz soak lint format docs docs-site model clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -53,6 +53,15 @@ $(VLLM_VENV)/.ready: pyproject.toml
 
 test-vllm: $(VLLM_VENV)/.ready  ## the plugin inside vLLM, in an environment of its own; VLLM_TESTS='-m "not long"' is the short set
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm $(VLLM_TESTS)
+
+RUNS ?= 80000
+
+fuzz: setup  ## hostile input to every reader: RUNS inputs each, a million in all (libFuzzer, half an hour or more)
+	$(BIN)/python -m pip install --quiet '.[fuzz]'
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz.py --runs $(RUNS)
+
+soak: setup  ## 10,000 forwards of a model whose policies change all the time; memory has to stay flat
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python tests/engines/soak.py
 
 # What a user would get: the files of a release, built twice alike, in an environment without the rest.
 DIST_VENV ?= .venv-dist

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from paceline.plan_fields import (
 )
 from paceline.policy import CapacityPolicy
 from paceline.text import shortened
+from paceline.whole_file import whole_file
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -280,15 +280,8 @@ class Plan:
         Raises:
             OSError: if the folder can't be written.
         """
-        path = Path(path)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(self.to_toml())
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        with whole_file(Path(path)) as file:
+            file.write_text(self.to_toml(), encoding="utf-8")
 
 
 def _of_layer(values: Sequence[Any], layer: int) -> Any:

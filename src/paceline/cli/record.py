@@ -111,7 +111,7 @@ def read_prompts(path: Path) -> list[str]:
             continue
         try:
             row = json.loads(line) if line.lstrip().startswith("{") else line
-        except ValueError:
+        except (ValueError, RecursionError):
             row = line  # a prompt may begin so
         if isinstance(row, dict):
             row = row.get("prompt", row.get("text"))

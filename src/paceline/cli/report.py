@@ -160,7 +160,7 @@ def _planned(source: str) -> dict[str, Any] | None:
             return None
     try:
         found = json.loads(path.read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(f"{source} is a plan's JSON that is cut off or broken.") from None
     _check(source, found)
     result: dict[str, Any] = found

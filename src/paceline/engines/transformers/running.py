@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.engines.facts import NO_FACTS, Facts
-from paceline.engines.sharing import shares_budget, warn_of_sharing
-from paceline.engines.transformers.arguments import parameter_names
+from paceline.engines.sharing import shares_budget, warn_of_shared_cache, warn_of_sharing
+from paceline.engines.transformers.arguments import cache_of, parameter_names
 from paceline.engines.transformers.context import ForwardContext
 from paceline.engines.transformers.forwards import StandIn, Switch, named_arguments, stand_in
 from paceline.engines.transformers.generation import Generation, GenerationWatch
@@ -82,8 +82,8 @@ class Running:
         with torch.inference_mode(False):
             self.step = torch.tensor(-1)
         self.before_forward: tuple[Callable[[], None], ...] = ()
-        self._routes = self._counts_past = self._counts_steps = False
-        self._warned_of_sharing = self._warned_of_unknown = False
+        self._routes = self._enforces = self._counts_past = self._counts_steps = False
+        self._warned_of_sharing = self._warned_of_cache = self._warned_of_unknown = False
         self._watched_modules = 0
         self._of_this_process()
 
@@ -119,6 +119,7 @@ class Running:
         self._counts_past = any(p.phase == "prefill" or p.protect_first for p in policies)
         self._counts_steps = any(rule.facts.step for rule in rules)
         self._shared = next((p for p in policies if shares_budget(p)), None)
+        self._enforces = any(p.caps and p.mode == "enforce" for p in policies)
         self._routes = bool(policies)
         self.rules = tuple(rules)
 
@@ -190,9 +191,17 @@ class Running:
             return context
         if self._counts_steps:
             context.step = self._next_step()
-        if not self._warned_of_sharing and not torch.compiler.is_compiling():
-            self._warn_of_sharing(context)
+        if not torch.compiler.is_compiling():
+            if not self._warned_of_sharing:
+                self._warn_of_sharing(context)
+            if self._enforces and not self._warned_of_cache:
+                self._warn_of_cache(arguments)
         return context
+
+    def start_at(self, step: int) -> None:
+        """The next forward gets this number."""
+        with self._lock, torch.inference_mode(False):
+            self.step.fill_(step - 1)
 
     def _next_step(self) -> Tensor:
         if torch.compiler.is_compiling():
@@ -206,6 +215,13 @@ class Running:
         if self._shared is not None and requests > 1:
             self._warned_of_sharing = True
             warn_of_sharing(self._shared, requests, stacklevel=4)
+
+    def _warn_of_cache(self, arguments: dict[str, Any]) -> None:
+        """Say once that cached prefixes which requests share tell of what followed them."""
+        if getattr(cache_of(arguments), "use_prefix_sharing", False):  # continuous batching
+            self._warned_of_cache = True
+            remedy = "say allow_block_sharing=False in ContinuousBatchingConfig"
+            warn_of_shared_cache(remedy, stacklevel=4)
 
     def _check_reached(self, router: dict[str, tuple[Tensor, Any]]) -> None:
         """A router that chose experts which nobody ran here means a layer out of reach.
