@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ def guaranteed_first(
         k = ids.shape[1]
         real = torch.ones_like(request, dtype=torch.bool) if valid is None else valid
         first = torch.zeros_like(scores)
-        for one in request[real].unique():
+        for one in torch.unique(request[real]):
             rows = (real & (request == one)).nonzero().flatten()
             own, best = device[ids[rows]], scores[rows]
             for unit, hosted in enumerate(placement.sizes):
@@ -220,7 +220,7 @@ def leak(lengths: list[int], _: int) -> dict[str, Any]:
 
 
 def outcome(
-    own: list[Mapping[str, Tensor]],
+    own: Sequence[Mapping[str, Tensor]],
     neighbour: Mapping[str, Tensor],
     policy: CapacityPolicy,
     placement: ExpertPlacement,
