@@ -1,4 +1,4 @@
-"""benchmarks/isolation.py: its middle way gives every request its own share, and no unit too much."""
+"""benchmarks/isolation.py: its middle way gives each request its share, and no unit too much."""
 
 from __future__ import annotations
 
