@@ -49,7 +49,7 @@ class CapacityPolicy(BaseModel):
     `ceil(capacity_factor * T * k * n / num_experts)`, with the factor taken as the decimal
     that was written (He et al., arXiv 2503.05066, section 4; exactness and units are ours).
 
-    Args:
+    Attributes:
         capacity_factor: load allowed relative to the mean, > 0; None or inf: no cap. Alias `gamma`.
         unit: what is capped: a "device" (all its experts together) or each "expert".
         pool: tokens that share one budget: "batch", "source" (per source device) or "request".
@@ -76,8 +76,9 @@ class CapacityPolicy(BaseModel):
     Raises:
         PolicyError: naming the field, the value and what is allowed.
 
-    >>> CapacityPolicy(capacity_factor=1.25, unit="expert").caps
-    True
+    Examples:
+        >>> CapacityPolicy(capacity_factor=1.25, unit="expert").caps
+        True
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
@@ -212,8 +213,9 @@ class CapacityPolicy(BaseModel):
 
         What was never set stays unset: an engine may choose for a field that nobody named.
 
-        >>> CapacityPolicy(capacity_factor=1.25).replace(unit="expert").capacity_factor
-        1.25
+        Examples:
+            >>> CapacityPolicy(capacity_factor=1.25).replace(unit="expert").capacity_factor
+            1.25
         """
         fields = {name: getattr(self, name) for name in self.model_fields_set}
         if "gamma" in changes:
@@ -229,8 +231,9 @@ class CapacityPolicy(BaseModel):
     def resolved_min_expert_load(self, device_type: str) -> float:
         """Mean tokens an expert below which nothing is capped on `device_type` ("cuda", "cpu").
 
-        >>> CapacityPolicy(capacity_factor=1.25).resolved_min_expert_load("cuda")
-        64.0
+        Examples:
+            >>> CapacityPolicy(capacity_factor=1.25).resolved_min_expert_load("cuda")
+            64.0
         """
         if self.min_expert_load == "auto":
             return AUTO_MIN_EXPERT_LOAD.get(device_type, AUTO_MIN_EXPERT_LOAD["cuda"])
@@ -241,8 +244,9 @@ class CapacityPolicy(BaseModel):
     def changed_fields(self) -> dict[str, Any]:
         """The fields that differ from their defaults, in order; lists instead of tuples.
 
-        >>> CapacityPolicy(capacity_factor=1.25, keep="score").changed_fields()
-        {'capacity_factor': 1.25}
+        Examples:
+            >>> CapacityPolicy(capacity_factor=1.25, keep="score").changed_fields()
+            {'capacity_factor': 1.25}
         """
         return {
             name: list(value) if isinstance(value, tuple) else value
@@ -267,8 +271,9 @@ class CapacityPolicy(BaseModel):
         Raises:
             PolicyError: on an unknown field, a missing "=" or a bad value.
 
-        >>> CapacityPolicy.parse("capacity_factor=1.25,drop_first=image+video").drop_first
-        ('image', 'video')
+        Examples:
+            >>> CapacityPolicy.parse("capacity_factor=1.25,drop_first=image+video").drop_first
+            ('image', 'video')
         """
         _require_text(text)
         fields: dict[str, Any] = {}
@@ -287,8 +292,9 @@ class CapacityPolicy(BaseModel):
     def to_json(self) -> str:
         """All fields as a JSON object; `from_json` reads it back.
 
-        >>> CapacityPolicy(capacity_factor=1.25).to_json()[:40]
-        '{"capacity_factor":1.25,"unit":"device",'
+        Examples:
+            >>> CapacityPolicy(capacity_factor=1.25).to_json()[:40]
+            '{"capacity_factor":1.25,"unit":"device",'
         """
         return self.json_form
 
@@ -301,8 +307,9 @@ class CapacityPolicy(BaseModel):
     def from_json(cls, text: str) -> CapacityPolicy:
         """Read `to_json`'s form. Raises PolicyError on bad JSON or a bad field.
 
-        >>> CapacityPolicy.from_json('{"capacity_factor": 1.25}').capacity_factor
-        1.25
+        Examples:
+            >>> CapacityPolicy.from_json('{"capacity_factor": 1.25}').capacity_factor
+            1.25
         """
         _require_text(text)
         try:
@@ -314,8 +321,9 @@ class CapacityPolicy(BaseModel):
     def to_toml(self) -> str:
         """The fields that differ from their defaults as a TOML table; `from_toml` reads it back.
 
-        >>> CapacityPolicy(capacity_factor=1.25).to_toml()
-        'capacity_factor = 1.25\\n'
+        Examples:
+            >>> CapacityPolicy(capacity_factor=1.25).to_toml()
+            'capacity_factor = 1.25\\n'
         """
         return tomli_w.dumps(self.changed_fields())
 
@@ -325,8 +333,9 @@ class CapacityPolicy(BaseModel):
 
         A float keeps the decimal that the file spells.
 
-        >>> CapacityPolicy.from_toml("capacity_factor = 1.25").capacity_factor
-        1.25
+        Examples:
+            >>> CapacityPolicy.from_toml("capacity_factor = 1.25").capacity_factor
+            1.25
         """
         _require_text(text)
         try:

@@ -28,6 +28,7 @@ from paceline.placement import ExpertPlacement
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
 from paceline.traces import Trace
+from paceline.traces.bearing import keeps_of
 from paceline.traces.loads import trace_loads
 from paceline.traces.simulate import simulate
 
@@ -88,7 +89,7 @@ def cap_study(
     placements = {IN_ORDER: order} | ({} if own is None else {PLACED: own})
     if trace.header.per_token:
         seen = picked(cut, spread_over(part, MAX_BATCHES))
-        keep = _keep(cut)
+        keep = keeps_of(cut)[0]
         ways, of_plan = _capped(seen, placements, keep, plan, progress)
     else:
         seen, keep = cut, None
@@ -143,18 +144,6 @@ def _own(plan: Plan, trace: Trace) -> list[ExpertPlacement] | None:
             else placement
         )
     return found
-
-
-def _keep(trace: Trace) -> str:
-    """What a trace lets a cap keep: the highest scores, weights, or the first rows."""
-    header, first = trace.header, next(iter(trace.chunks), None)
-    if first is None or all(
-        x is None for x in (first.weights, first.topk_scores, first.scores)
-    ):  # ids alone, as engines return them
-        return "first"
-    if header.scores_are_weights or first.topk_scores is not None or first.scores is not None:
-        return "score"
-    return "weight"
 
 
 def _capped(

@@ -190,15 +190,8 @@ class _Picked:
 
 def _cut(chunk: Chunk, first: int, end: int) -> Chunk:
     """Batches first to end of a chunk, in pieces."""
-    if chunk.ids is None:
-        assert chunk.counts is not None
-        return replace(
-            chunk,
-            starts=chunk.starts[first : end + 1],
-            counts=chunk.counts[first:end],
-            rows=None if chunk.rows is None else chunk.rows[first:end],
-        )
-    edges = chunk.starts[first : end + 1].tolist()
-    starts = [s for a, b in pairwise(edges) for s in range(a, b, PIECE_TOKENS)]
-    rows = slice(edges[0], edges[-1])
-    return chunk.take(rows, torch.tensor([*starts, edges[-1]]) - edges[0])
+    part = chunk.part(first, end)
+    if part.ids is None:
+        return part
+    pieces = [s for a, b in pairwise(part.starts.tolist()) for s in range(a, b, PIECE_TOKENS)]
+    return replace(part, starts=torch.tensor([*pieces, part.tokens]))

@@ -7,27 +7,21 @@ from typing import Annotated
 
 import typer
 
+from paceline.cli import model_options
 from paceline.cli.errors import guarded
 
 
 @guarded
 def calibrate(
-    model: Annotated[str, typer.Argument(help="Model folder, hub name, or: demo.")],
+    model: model_options.ModelName,
     out: Annotated[Path, typer.Option(help="Folder for the calibration, readable by you only.")],
-    text: Annotated[
-        list[str] | None,
-        typer.Option(help="Text file, UTF-8; may be repeated. With demo also the name of a text."),
-    ] = None,
+    text: model_options.Text = None,
     rank: Annotated[int, typer.Option(help="Of an expert's stand-in, at most.")] = 16,
-    tokens: Annotated[int, typer.Option(help="At most so many tokens in all.")] = 65536,
-    batch_size: Annotated[int, typer.Option(help="Sequences a batch.")] = 16,
-    sequence_length: Annotated[int, typer.Option(help="Tokens a sequence.")] = 256,
-    dtype: Annotated[
-        str, typer.Option(help="auto, float32, bfloat16 or float16; auto: float32 on a CPU.")
-    ] = "auto",
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
-    ] = False,
+    tokens: model_options.Tokens = 65536,
+    batch_size: model_options.BatchSize = 16,
+    sequence_length: model_options.SequenceLength = 256,
+    dtype: model_options.DType = model_options.DTypeName.auto,
+    trust_remote_code: model_options.TrustRemoteCode = False,
 ) -> None:
     """Fit a small stand-in of every expert, for policies with compensate=true.
 
@@ -39,8 +33,6 @@ def calibrate(
       paceline calibrate demo --text prose --text german --out calibrated
       paceline calibrate ./my-moe --text a.txt --text b.txt --rank 32 --out calibrated
     """
-    if dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise ValueError(f"--dtype {dtype}: allowed is auto, float32, bfloat16 or float16.")
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file: allowed is a folder, made if need be.")
 
@@ -53,7 +45,7 @@ def calibrate(
     from paceline.cli.progress import progress
 
     sampling = Sampling(tokens, batch_size, sequence_length)
-    network, tokenizer = load(model, dtype, trust_remote_code)  # type: ignore[arg-type]
+    network, tokenizer = load(model, dtype.value, trust_remote_code)
     out.mkdir(parents=True, exist_ok=True)
     with progress() as tell:
         found = run(network, tokenizer, texts, rank=rank, sampling=sampling, progress=tell)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from paceline.cli.errors import guarded
+from paceline.cli.model_options import AsJson
 
 _QUIET = 0.03  # difference of two runs of one case
 
@@ -30,7 +31,7 @@ def calibrate_hardware(
             "--published", help="Measure nothing: print presets beside published timings."
         ),
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Fit the cost model's device to this machine, and judge it on shapes it hasn't seen.
 

@@ -13,6 +13,7 @@ import typer
 
 from paceline.cli import trace_options as options
 from paceline.cli.errors import check_writable, guarded
+from paceline.cli.model_options import AsJson
 
 _MAX_BYTES = 1 << 26
 
@@ -46,7 +47,7 @@ def report(
     k: options.K = None,
     layers: options.Layers = None,
     physical: options.Physical = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Make one page of a trace: loads, devices before and after any cap, placement, verdict.
 
@@ -136,7 +137,7 @@ def _planned(source: str) -> dict[str, Any] | None:
             return None
     try:
         found = json.loads(path.read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(f"{source} is a plan's JSON that is cut off or broken.") from None
     _check(source, found)
     result: dict[str, Any] = found

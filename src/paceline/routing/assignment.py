@@ -29,10 +29,11 @@ class Assignment:
         bounded_ids: [tokens, slots] int64 `topk_ids` as they are (or, in shadow, would be) under
             the cap.
 
-    >>> from paceline import CapacityPolicy, RoutingInputs, route
-    >>> route(RoutingInputs(torch.zeros(3, 1).int(), torch.ones(3, 1), num_experts=2),
-    ...       CapacityPolicy(gamma=1, keep="first", min_expert_load=0)).loads_after
-    tensor([[2, 0]])
+    Examples:
+        >>> from paceline import CapacityPolicy, RoutingInputs, route
+        >>> route(RoutingInputs(torch.zeros(3, 1).int(), torch.ones(3, 1), num_experts=2),
+        ...       CapacityPolicy(gamma=1, keep="first", min_expert_load=0)).loads_after
+        tensor([[2, 0]])
     """
 
     topk_ids: Tensor

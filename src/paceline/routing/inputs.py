@@ -50,8 +50,10 @@ class RoutingInputs:
     Raises:
         ValueError: naming what has another type, dtype, shape or device than is allowed.
 
-    >>> RoutingInputs(torch.tensor([[1, 0]]), torch.tensor([[0.7, 0.3]]), num_experts=4).experts()
-    4
+    Examples:
+        >>> ids, weights = torch.tensor([[1, 0]]), torch.tensor([[0.7, 0.3]])
+        >>> RoutingInputs(ids, weights, num_experts=4).experts()
+        4
     """
 
     topk_ids: Tensor

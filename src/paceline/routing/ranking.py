@@ -26,9 +26,10 @@ def register_keep(name: str, ranking: KeepRanking) -> None:
     Raises:
         ValueError: if the name is built in or no identifier, or the ranking is no function.
 
-    >>> register_keep("heaviest", lambda inputs: inputs.topk_weights)
-    >>> CapacityPolicy(capacity_factor=1.25, keep="heaviest").keep
-    'heaviest'
+    Examples:
+        >>> register_keep("heaviest", lambda inputs: inputs.topk_weights)
+        >>> CapacityPolicy(capacity_factor=1.25, keep="heaviest").keep
+        'heaviest'
     """
     taken = (*KEEPS, *KEEP_ALIASES)
     if not isinstance(name, str) or name in taken or not name.isidentifier():

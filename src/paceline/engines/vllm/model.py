@@ -53,6 +53,7 @@ class CappedModel:
             wanted.plan.check_model(
                 [r.moe_config.num_logical_experts for r in runners],
                 [r.moe_config.experts_per_token for r in runners],
+                replicates=True,
             )
         self.layers = [self._layer(runner, index, rank) for index, runner in enumerate(runners)]
         self.layers[0].warns = not self.accepted and rank == 0
