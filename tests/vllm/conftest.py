@@ -12,7 +12,9 @@ try:
     HAVE_VLLM = True
 except importlib.metadata.PackageNotFoundError:
     HAVE_VLLM = False
-    collect_ignore = [f"test_vllm_{name}.py" for name in ("engine", "parallel", "parts", "serve")]
+    collect_ignore = [
+        f"test_vllm_{name}.py" for name in ("engine", "isolation", "parallel", "parts", "serve")
+    ]
 
 # before vLLM is imported: the engine in this process, so that a test can look below it
 os.environ.setdefault("OMP_NUM_THREADS", "1")
