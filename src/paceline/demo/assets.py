@@ -9,6 +9,8 @@ from typing import Any
 _HERE = Path(str(files("paceline.demo")))
 MODEL_FOLDER = _HERE / "model"
 TEXT_FOLDER = _HERE / "text"
+TASK_FOLDER = _HERE / "tasks"
+"""Small tasks for lm-evaluation-harness; their card is README.md there."""
 
 
 def domains() -> list[str]:

@@ -198,6 +198,11 @@ class Running:
                 self._warn_of_cache(arguments)
         return context
 
+    def start_at(self, step: int) -> None:
+        """The next forward gets this number."""
+        with self._lock, torch.inference_mode(False):
+            self.step.fill_(step - 1)
+
     def _next_step(self) -> Tensor:
         if torch.compiler.is_compiling():
             return self.step.add_(1).clone()
