@@ -205,15 +205,12 @@ def trials(batch: int) -> Iterator[tuple[str, dict[str, Any], Rule, bool]]:
     for name, value in CHOICES.items():
         if name != "weight":
             yield f"by {name}", {"most": goal}, rules.narrow(value, goal), False
-    for name in ("votes", "largest weight", "squared weight", "contribution"):
+    for name in ("largest weight", "squared weight", "contribution"):
         yield f"by {name}", {"most": goal}, rules.narrow(CHOICES[name], goal), True
-    for renormalize in (False, True):
-        rule = rules.refilled(rules.by_weight, goal, renormalize)
-        yield "refilled", {"most": goal, "renormalize": renormalize}, rule, False
+    yield "refilled", {"most": goal}, rules.refilled(rules.by_weight, goal), False
     for bonus in (0.25, 1.0):
-        for stand_ins in (False, True):
-            setting = {"most": goal, "bonus": bonus}
-            yield "sticky", setting, rules.sticky(goal, bonus), stand_ins
+        setting = {"most": goal, "bonus": bonus}
+        yield "sticky", setting, rules.sticky(goal, bonus), True
     for stand_ins in (False, True):
         rule = rules.narrow(rules.by_weight, goal, renormalize=True)
         yield "renormalized", {"most": goal}, rule, stand_ins
@@ -266,7 +263,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--sequences", type=int, default=16, help="of each text")
-    parser.add_argument("--length", type=int, default=128, help="tokens decoded a sequence")
+    parser.add_argument("--length", type=int, default=64, help="tokens decoded a sequence")
     parser.add_argument("--prompt", type=int, default=32, help="tokens before them, left alone")
     parser.add_argument("--batches", type=int, nargs="+", default=[4, 16])
     parser.add_argument("--calibration", type=Path, help="folder of one made before")

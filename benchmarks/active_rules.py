@@ -149,9 +149,9 @@ def sticky(most: int, bonus: float) -> Rule:
     return rule
 
 
-def refilled(value: Callable[[Step], Tensor], most: int, renormalize: bool) -> Rule:
+def refilled(value: Callable[[Step], Tensor], most: int) -> Rule:
     """`narrow`, where a token's lost choices go to its best experts among those that are read."""
-    return lambda step: _best_read(step, step.best(value(step), most), renormalize)
+    return lambda step: _best_read(step, step.best(value(step), most))
 
 
 # -- published ways --------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def opportunistic(k0: int) -> Rule:
     def rule(step: Step) -> Chosen:
         read = torch.zeros(len(step.ids), step.experts, dtype=torch.bool)
         read = read.scatter(1, step.ids[..., :k0].flatten(1), True)
-        return _best_read(step, read, renormalize=True)
+        return _best_read(step, read)
 
     return rule
 
@@ -191,19 +191,18 @@ def remapped(most: int) -> Rule:
     """
 
     def rule(step: Step) -> Chosen:
-        return _best_read(step, step.best(by_votes(step), most), renormalize=True)
+        return _best_read(step, step.best(by_votes(step), most))
 
     return rule
 
 
-def _best_read(step: Step, read: Tensor, renormalize: bool) -> Chosen:
+def _best_read(step: Step, read: Tensor) -> Chosen:
     """Every token's k best experts among those read, weights as the model's, summing up alike."""
     k = step.ids.shape[2]
     scores = step.scores.masked_fill(~read.unsqueeze(1), -torch.inf)
     best, ids = scores.topk(k, dim=2)
     there = best > -torch.inf
     weights = torch.where(there, best, 0)
-    if renormalize:
-        former, now = step.weights.sum(2, keepdim=True), weights.sum(2, keepdim=True)
-        weights = weights * former / now.clamp(min=1e-30)
+    former, now = step.weights.sum(2, keepdim=True), weights.sum(2, keepdim=True)
+    weights = weights * former / now.clamp(min=1e-30)
     return Chosen(torch.where(there, ids, step.experts), weights)
