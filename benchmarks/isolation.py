@@ -84,7 +84,7 @@ def guaranteed_first(
         k = ids.shape[1]
         real = torch.ones_like(request, dtype=torch.bool) if valid is None else valid
         first = torch.zeros_like(scores)
-        for one in request[real].unique():
+        for one in request[real].unique():  # type: ignore[no-untyped-call]
             rows = (real & (request == one)).nonzero().flatten()
             own, best = device[ids[rows]], scores[rows]
             for unit, hosted in enumerate(placement.sizes):
@@ -193,7 +193,7 @@ def leak(lengths: list[int], _: int) -> dict[str, Any]:
         ids = make_batches(tokenizer, texts, sampling)[0][0].ids
         said = first_layer(model, ids)
         repeated = first_layer(model, ids[:1, :1].expand(1, length))
-        kinds = {
+        kinds: dict[str, list[Mapping[str, Tensor]]] = {
             "a text": [{name: part[0] for name, part in said.items()}],
             "a repeated token": [{name: part[0] for name, part in repeated.items()}],
             "seven texts": [{name: part[i] for name, part in said.items()} for i in range(7)],

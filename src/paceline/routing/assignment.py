@@ -9,6 +9,7 @@ from torch import Tensor
 
 from paceline.routing.budget import Budget
 from paceline.routing.candidates import Candidates, topk_candidates
+from paceline.routing.constants import table
 from paceline.routing.lazy import lazy
 from paceline.routing.pools import TokenPools
 
@@ -55,6 +56,11 @@ class Assignment:
         return self.budget.capacity(policy.factor if policy.caps else None)
 
     @lazy
+    def narrowed(self) -> Tensor:
+        """[1] bool: whether the policy's max_active ruled: too few tokens for a capacity."""
+        return self.budget.narrowed
+
+    @lazy
     def loads_before(self) -> Tensor:
         """[pools, units] int64 assignments of the model's own choice."""
         return self._loads(self._genuine.ids, self._genuine.offered)
@@ -85,6 +91,21 @@ class Assignment:
         return self._genuine.offered & ~self._genuine_selected
 
     @property
+    def tokens_without_expert(self) -> Tensor:
+        """0-d int64: tokens that lost every assignment, and so get nothing from routed experts."""
+        return (self._genuine.offered.any(1) & ~self._selected.any(1)).sum()
+
+    @lazy
+    def active_before(self) -> Tensor:
+        """[devices] int64 experts of each device that the model's own choice gives any token."""
+        return self._active(self.expert_loads_before)
+
+    @lazy
+    def active_after(self) -> Tensor:
+        """[devices] int64 experts of each device that still get any token, over all pools."""
+        return self._active(self.expert_loads_after)
+
+    @property
     def extras(self) -> Tensor:
         """0-d int64: assignments gained by expansion."""
         return self._selected[:, self.budget.k :].sum()
@@ -111,6 +132,12 @@ class Assignment:
     @property
     def _genuine_selected(self) -> Tensor:
         return self._selected[:, : self.budget.k]
+
+    def _active(self, expert_loads: Tensor) -> Tensor:
+        placement = self.budget.placement
+        device = table(placement.expert_to_device, expert_loads)
+        active = torch.zeros(placement.num_devices, dtype=torch.int64, device=device.device)
+        return active.scatter_add(0, device, (expert_loads > 0).long())
 
     def _loads(self, ids: Tensor, counted: Tensor) -> Tensor:
         group = unit_groups(self.budget, ids, counted)

@@ -17,7 +17,9 @@ from paceline.routing.inputs import expert_ids
 _FLUSH_FORWARDS, _FLUSH_ROWS = 256, 1 << 16
 """Uncapped forwards are counted in bulk: a decode step then costs one list append."""
 
-_COUNTS = ("forwards", "capped", "tokens", "dropped", "extras")
+_COUNTS = (
+    "forwards", "capped", "narrowed", "tokens", "dropped", "extras", "tokens_without_expert"
+)  # fmt: skip
 _PEAKS = ("device_before", "device_after", "expert_before", "expert_after")
 _SUMS = ("tokens", *_PEAKS, "mass", "mass_kept")
 
@@ -35,17 +37,27 @@ class LayerStats:
     forwards. `straggler_loss` is 1 - 1 / peak-to-mean of the devices. `gate_mass_kept` is over the
     forwards that were routed by a policy, the only ones whose scores were looked at.
     `min_expert_load` is the mean load of an expert below which nothing is capped, as the policy in
-    force resolves it for the layer; None where none is in force.
+    force resolves it for the layer; None where none is in force. `stand_in_distance` is how far
+    inputs of dropped assignments were from those of the calibration: the mean squared distance in
+    the directions that their stand-ins look at, in units of the variance there: about 1 on text
+    like the calibration's; None where no stand-in was used.
+
+    `capped_forwards` are those that a cap ruled, of which `narrowed_forwards` are those that
+    max_active did. `active_experts` is how many experts of each device got any token, a mean over
+    all forwards, and `most_active_experts` that of each forward's device with the most: what a
+    device reads where weights dominate. `tokens_without_expert` lost all their assignments.
     """
 
     name: str
     forwards: int
     capped_forwards: int
+    narrowed_forwards: int
     min_expert_load: float | None
     tokens: int
     assignments: int
     dropped: int
     extras: int
+    tokens_without_expert: int
     dropped_share: float
     gate_mass_kept: float
     expert_loads_before: list[int]
@@ -62,6 +74,11 @@ class LayerStats:
     worst_expert_peak_to_mean_after: float
     straggler_loss_before: float
     straggler_loss_after: float
+    active_experts_before: list[float]
+    active_experts_after: list[float]
+    most_active_experts_before: float
+    most_active_experts_after: float
+    stand_in_distance: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -100,7 +117,10 @@ class LoadAccumulator:
             self._loads = torch.zeros((2, experts), dtype=torch.int64, device=device)
             self._counts = torch.zeros(len(_COUNTS), dtype=torch.int64, device=device)
             self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
+            self._distance = torch.zeros(2, dtype=torch.float64, device=device)  # sum, of how many
             self._worst = torch.zeros(len(_PEAKS), dtype=torch.float64, device=device)
+            devices = self.placement.num_devices  # and the device with the most, in each forward
+            self._active = torch.zeros((2, devices + 1), dtype=torch.int64, device=device)
             self._pending: list[tuple[Tensor, Tensor | None]] = []
             self._pending_rows = 0
 
@@ -108,7 +128,7 @@ class LoadAccumulator:
         """What a copy starts with: counts of its own, all of one moment."""
         with self._lock, torch.inference_mode(False):
             state = {name: value for name, value in vars(self).items() if name != "_lock"}
-            for name in ("_loads", "_counts", "_sums", "_worst"):
+            for name in ("_loads", "_counts", "_sums", "_worst", "_active", "_distance"):
                 state[name] = state[name].clone()
             state["_pending"] = list(self._pending)
         return state
@@ -140,9 +160,18 @@ class LoadAccumulator:
         after = assignment.expert_loads_after
         whole, kept = assignment.gate_mass
         tokens = assignment.pools.total
-        capped = (assignment.capacity != torch.iinfo(torch.int64).max).any()
+        narrowed = assignment.narrowed.any()
+        capped = narrowed | (assignment.capacity != torch.iinfo(torch.int64).max).any()
         counts = torch.stack(
-            [torch.ones_like(tokens), capped.long(), tokens, assignment.dropped, assignment.extras]
+            [
+                torch.ones_like(tokens),
+                capped.long(),
+                narrowed.long(),
+                tokens,
+                assignment.dropped,
+                assignment.extras,
+                assignment.tokens_without_expert,
+            ]
         )
         mass = torch.stack([whole, kept])
         if torch.compiler.is_compiling():
@@ -150,6 +179,20 @@ class LoadAccumulator:
             return
         with self._lock:
             self._tally(before[None], after[None], tokens[None], counts, mass)
+
+    def add_distance(self, distance: Tensor, assignments: Tensor) -> None:
+        """Count how far the inputs of stand-ins were from those of the calibration.
+
+        Args:
+            distance: 0-d sum of squared distances.
+            assignments: 0-d, of how many.
+        """
+        told = torch.stack([distance.double(), assignments.double()]).to(self._device)
+        if torch.compiler.is_compiling():
+            self._distance += told
+            return
+        with self._lock:
+            self._distance += told
 
     def result(self) -> LayerStats:
         """The statistics so far (this waits for the device)."""
@@ -159,6 +202,8 @@ class LoadAccumulator:
             sums = dict(zip(_SUMS, self._sums.tolist(), strict=True))
             worst = dict(zip(_PEAKS, self._worst.tolist(), strict=True))
             before, after = self._loads.clone()
+            active = (self._active.double() / max(1, counts["forwards"])).tolist()
+            distance, compensated = self._distance.tolist()
 
         def peak(name: str) -> float:
             """Time-weighted mean over forwards; without tokens nothing waits."""
@@ -169,11 +214,13 @@ class LoadAccumulator:
             name=self.name,
             forwards=counts["forwards"],
             capped_forwards=counts["capped"],
+            narrowed_forwards=counts["narrowed"],
             min_expert_load=self.min_expert_load,
             tokens=counts["tokens"],
             assignments=assignments,
             dropped=counts["dropped"],
             extras=counts["extras"],
+            tokens_without_expert=counts["tokens_without_expert"],
             dropped_share=counts["dropped"] / assignments if assignments else 0.0,
             gate_mass_kept=sums["mass_kept"] / sums["mass"] if sums["mass"] else 1.0,
             expert_loads_before=before.tolist(),
@@ -190,6 +237,11 @@ class LoadAccumulator:
             worst_expert_peak_to_mean_after=worst["expert_after"],
             straggler_loss_before=straggler_loss(peak("device_before")),
             straggler_loss_after=straggler_loss(peak("device_after")),
+            active_experts_before=active[0][:-1],
+            active_experts_after=active[1][:-1],
+            most_active_experts_before=active[0][-1],
+            most_active_experts_after=active[1][-1],
+            stand_in_distance=distance / compensated if compensated else None,
         )
 
     def _flush(self) -> None:
@@ -251,14 +303,17 @@ class LoadAccumulator:
     ) -> None:
         """Add [forwards, experts] loads, [forwards] tokens, the counts and the gate mass."""
         peaks = self._peaks(before)
+        active = self._active_of(before)
         if after is before:
-            total = before.sum(0).expand(2, -1)
+            total, active = before.sum(0).expand(2, -1), active.expand(2, -1)
             busiest = [peaks[0], peaks[0], peaks[1], peaks[1]]
         else:
             total = torch.stack([before.sum(0), after.sum(0)])
             remaining = self._peaks(after)
+            active = torch.stack([active, self._active_of(after)])
             busiest = [peaks[0], remaining[0], peaks[1], remaining[1]]
         self._loads += total
+        self._active += active
         self._counts += counts
         weighted = torch.stack(busiest) / self.k  # [peaks, forwards] peak-to-mean times tokens
         self._sums += torch.cat([tokens.sum().double()[None], weighted.sum(1), mass])
@@ -269,6 +324,11 @@ class LoadAccumulator:
         """[forwards] of the busiest device and expert: load / mean times T k."""
         device = self._per_device(loads).amax(1).double() * self.placement.num_devices
         return device, loads.amax(1).double() * self.placement.num_experts
+
+    def _active_of(self, loads: Tensor) -> Tensor:
+        """[devices + 1] experts with any load, summed over forwards; last, the most of a device."""
+        devices = self._per_device((loads > 0).long())
+        return torch.cat([devices.sum(0), devices.amax(1).sum()[None]])
 
     def _per_device(self, loads: Tensor) -> Tensor:
         """[forwards, experts] -> [forwards, devices] loads."""

@@ -86,6 +86,8 @@ class Tally:
     def __init__(
         self, name: str, layer: Layer, policy: CapacityPolicy, placement: ExpertPlacement
     ) -> None:
+        if policy.max_active is not None:
+            raise ValueError(f"max_active={policy.max_active} is not simulated: leave it out.")
         self.k = layer.k or 1
         check_binding(policy, placement, self.k)
         self.name, self.layer, self.policy, self.placement = name, layer.name, policy, placement
@@ -118,6 +120,11 @@ class Tally:
     def add(self, given: Given, told: Callable[[int, Assignment], None] | None = None) -> None:
         """Count the batches of a chunk; `told` gets each batch's index and assignment."""
         experts = self.placement.num_experts
+        if self.policy.caps and self.policy.keep == "contribution":
+            raise ValueError(
+                f'plan {self.name!r}: keep="contribution" needs norms of a calibration, which no '
+                "trace holds."
+            )
         after, lost = given.loads.copy(), 0
         kept_mass = mass = 0.0 if given.mass is None else float(given.mass.sum())
         for rows, bounded in self._routed(given, told):

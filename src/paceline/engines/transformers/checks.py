@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.engines.facts import facts_for
 from paceline.engines.transformers.arguments import modality_tokens, parameter_names
 from paceline.engines.transformers.forwards import free, stands_in
 from paceline.engines.transformers.labels import UserLabels
@@ -42,16 +43,22 @@ def check_layer(layer: AttachedLayer, policy: CapacityPolicy, labels: UserLabels
             "compensate=True needs a calibration of this model: give attach calibration=FOLDER, as "
             "`paceline calibrate` makes it."
         )
+    if policy.keep == "contribution" and layer.compensation is None:
+        raise ValueError(
+            'keep="contribution" needs a calibration of this model: give attach '
+            "calibration=FOLDER, as `paceline calibrate` makes it."
+        )
     if not policy.caps:
         return
     placement = layer.placement or ExpertPlacement.per_expert(layer.num_experts)
     check_binding(policy, placement, layer.k)
-    if policy.keep == "score" and layer.scoring.rule is None:
+    facts = facts_for(policy)
+    if facts.scores and policy.keep == "score" and layer.scoring.rule is None:
         raise ValueError(
             f'keep="score" is not possible for layer {layer.name}: {layer.scoring.reason}; allowed '
             'is keep="weight", "first", "last" or "random".'
         )
-    if policy.expand is not None and not layer.scoring.expands:
+    if facts.all_scores and not layer.scoring.expands:
         raise ValueError(
             f"expand={policy.expand!r} is not possible for layer {layer.name}: "
             f"{layer.scoring.reason}."

@@ -256,10 +256,13 @@ class Pace:
         ]
         if not capped or any(layer.capped_forwards for layer in capped):
             return False
+        load = f"an expert {capped[0].min_expert_load:g} tokens on average (min_expert_load)"
+        too_many = all(policy.factor is None for policy in self.policies)
+        why = f"none gave {load}, or all of them only decoded"
+        if too_many:
+            why = f"all gave {load}, or had too few to want more experts than max_active"
         warnings.warn(
-            f'the cap of "{stats.policy}" never applied in {capped[0].forwards} forwards: none gave'
-            f" an expert {capped[0].min_expert_load:g} tokens on average (min_expert_load), or all "
-            "of them only decoded.",
+            f'the cap of "{stats.policy}" never applied in {capped[0].forwards} forwards: {why}.',
             CapNeverAppliedWarning,
             stacklevel=3,
         )

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from paceline.calibration.file import LayerCalibration
 from paceline.calibration.identity import LayerIdentity, of_experts, of_router
+from paceline.calibration.layer import LayerCalibration
 from paceline.engines.facts import Facts
 from paceline.engines.transformers.compensation import Compensation
 from paceline.engines.transformers.context import ForwardContext
@@ -123,7 +123,7 @@ class AttachedLayer:
 
     def rule(self, policy: CapacityPolicy) -> LayerRule:
         """What a policy means for this layer."""
-        return layer_rule(policy, self.k, self.num_experts)
+        return layer_rule(policy, self.k, self.num_experts, self.placement)
 
     # -- taking the place of experts.forward ------------------------------------------------------
 
@@ -234,6 +234,7 @@ class AttachedLayer:
                 ids=ids,
                 weights=weights,
                 dropped=assignment.dropped_slots,
+                tell=self.loads.add_distance,
             )
         return self._run_kept(hidden, ids, weights, assignment, leave)
 
@@ -298,8 +299,9 @@ class AttachedLayer:
             return context.rows_of(per_token, rows, self.name)
 
         scores = source = position = None
-        # not every policy ranks by scores, but all are told what share of them they kept
-        if self.scoring.rule is not None and (policy.caps or facts.scores):
+        # not every policy ranks by scores, but all with a factor are told what share they kept
+        capped = policy.caps and policy.capacity_factor is not None
+        if self.scoring.rule is not None and (capped or facts.scores):
             if router is None:
                 raise RuntimeError(f"layer {self.name}: its experts ran before its router.")
             scores = self.scoring(*router, rows)
@@ -309,6 +311,9 @@ class AttachedLayer:
         modality = {m: told(t) for m, t in context.modality.items()} if facts.modality else {}
         if facts.position:
             position = told(context.position)
+        norms = None
+        if policy.keep == "contribution" and self.compensation is not None:
+            norms = self.compensation.norms(policy.compensate, ids.device)
         step = context.step
         return RoutingInputs(
             topk_ids=ids,
@@ -319,6 +324,7 @@ class AttachedLayer:
             token_request=told(context.request) if facts.request else None,
             token_priority=token_priorities(policy, modality, position),
             token_decode=told(context.decode) if facts.decode else None,
+            expert_norms=norms,
             num_experts=self.num_experts,
             layer=self.index,
             step=step.to(ids.device) if isinstance(step, Tensor) else step,

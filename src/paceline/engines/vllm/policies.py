@@ -27,6 +27,8 @@ def check_policy(layer: Any, policy: CapacityPolicy) -> None:
     for field in UNSUPPORTED:
         if getattr(policy, field, None):
             raise ValueError(f"{field}={getattr(policy, field)} is not supported in vLLM yet.")
+    if policy.keep == "contribution":
+        raise ValueError("keep=contribution is not supported in vLLM yet.")
     if facts.scores and layer.scoring is None:
         what = "keep" if policy.keep == "score" else "expand"
         raise ValueError(

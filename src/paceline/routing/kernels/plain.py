@@ -5,19 +5,54 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paceline.routing.active import WEIGHT_LIMIT, hosts_of, weight_unit
 from paceline.routing.assignment import unit_groups
 from paceline.routing.budget import Budget
 from paceline.routing.candidates import Candidates, expanded_candidates
+from paceline.routing.capacity import INT64_MAX
+from paceline.routing.constants import table
 from paceline.routing.keys import KEY_BITS
 from paceline.routing.pools import position_in_run
 from paceline.routing.priority import PRIORITY_BITS
 from paceline.routing.ranking import ranking_key
 from paceline.routing.survivors import Survivors
 
+on_host = False
+
 
 def expanded(budget: Budget) -> Candidates:
     """The model's own choice and the extras that the policy allows."""
     return expanded_candidates(budget.inputs, budget.policy, budget.placement, budget.capped_token)
+
+
+def narrow(budget: Budget, candidates: Candidates) -> Survivors | None:
+    """See `paceline.routing.selection.Backend`."""
+    most, pools, experts = budget.policy.max_active, budget.pools, budget.num_experts
+    assert most is not None
+    hosts = hosts_of(budget.placement, most)
+    expert = torch.where(candidates.offered, candidates.ids.long(), experts)
+    if pools.of_token is not None:
+        expert = expert + pools.of_token.unsqueeze(1) * (experts + 1)
+
+    # [pools * (experts + 1)]; the last expert stands for none
+    count = torch.zeros(pools.count * (experts + 1), dtype=torch.int64, device=budget.device)
+    wanted = count.scatter_add(0, expert.flatten(), torch.ones_like(expert).flatten()) > 0
+    weights = candidates.weights.detach().double().nan_to_num(nan=0.0)
+    units = weights.clamp(-WEIGHT_LIMIT, WEIGHT_LIMIT) * weight_unit(budget.tokens_needed, budget.k)
+    total = count.scatter_add(0, expert.flatten(), units.long().flatten())
+
+    own = table(hosts.experts, budget.inputs.topk_ids)
+    key = torch.where(wanted, -total, INT64_MAX).view(pools.count, experts + 1)[:, own]
+    key = torch.where(own < experts, key, INT64_MAX)
+    # experts ascend in a row, so a stable sort sends ties to the smaller one
+    order = torch.sort(key, dim=2, stable=True).indices
+    rank = torch.arange(hosts.most, device=budget.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(2, order, rank)
+    fits = rank < table(hosts.places, budget.inputs.topk_ids).unsqueeze(1)
+    read = torch.zeros((pools.count, experts + 1), dtype=torch.bool, device=budget.device)
+    read = read.scatter(1, own.flatten().expand(pools.count, -1), fits.flatten(1))
+    kept = candidates.offered & (read.flatten()[expert] | ~budget.narrowed)
+    return Survivors.of(candidates, kept)
 
 
 def keep_best(budget: Budget, candidates: Candidates, fill: bool = False) -> Survivors:
