@@ -27,7 +27,8 @@ import paceline
 from paceline.analysis.hardware import PRESETS, hardware_of, save_hardware
 from paceline.analysis.model_config import expert_groups, hidden_layers, layer_shape
 from paceline.analysis.planner import SCHEMA as PLANNER_SCHEMA
-from paceline.calibration.file import Calibration, LayerCalibration
+from paceline.calibration.file import Calibration
+from paceline.calibration.layer import LayerCalibration
 from paceline.checkpoint.folder import open_checkpoint
 from paceline.cli.record import read_prompts
 from paceline.cli.report import _planned as planned_result
@@ -276,13 +277,17 @@ def _small_calibration() -> Calibration:
         experts=("1" * 16, "2" * 16),
         ridge=0.1,
         explained=0.5,
+        explained_by_text=(0.5,),
+        placement=(0, 1),
         bias=torch.zeros(experts, hidden),
-        up=torch.zeros(experts, hidden, rank),
-        down=torch.zeros(experts, rank, hidden),
+        up=torch.zeros(experts, hidden, rank, dtype=torch.bfloat16),
+        down=torch.zeros(experts, rank, hidden, dtype=torch.bfloat16),
         mean=torch.zeros(experts, hidden),
         ranks=torch.ones(experts, dtype=torch.int64),
         loads=torch.ones(1, experts, dtype=torch.int64),
         output_norm=torch.ones(experts),
+        residual_norm=torch.ones(experts),
+        spread=torch.ones(experts),
         explained_by_expert=torch.ones(experts),
     )
     return Calibration("MixtralForCausalLM", ("a.txt",), (4,), "parts", (layer,))

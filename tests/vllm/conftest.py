@@ -13,7 +13,7 @@ try:
     HAVE_VLLM = True
 except importlib.metadata.PackageNotFoundError:
     HAVE_VLLM = False
-    inside = ("engine", "parallel", "parts", "recording", "serve", "stand_ins")
+    inside = ("engine", "isolation", "parallel", "parts", "recording", "serve", "stand_ins")
     collect_ignore = [f"test_vllm_{name}.py" for name in inside]
 
 # before vLLM is imported: the engine in this process, so that a test can look below it

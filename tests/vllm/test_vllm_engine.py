@@ -204,6 +204,7 @@ def test_back_to_the_start(olmoe: Capped) -> None:
         ("capacity_factor=1,drop_first=image", "drop_first=image is not allowed in vLLM"),
         ("capacity_factor=1,expand=all", "start the server with it"),
         ("capacity_factor=1,compensate=true", "needs a calibration of this model"),
+        ("capacity_factor=1,keep=contribution", "keep=contribution needs a calibration"),
         ("max_active=2", "max_active=2 can never bind"),
         ("max_active=1,pool=request", 'max_active=1 with pool="request"'),
         ("nonsense", "is not of the form name=value"),

@@ -82,7 +82,8 @@ def serve(
       paceline serve ./my-moe --policy capacity_factor=1.25 -tp 8 --enable-expert-parallel
     """
     if model.startswith("-"):
-        raise ValueError(f"{model} stands before the model: say paceline serve MODEL {model} ...")
+        flag = model.partition("=")[0]  # what comes after it may be a secret, as in --api-key=...
+        raise ValueError(f"{flag} stands before the model: say paceline serve MODEL {flag} ...")
     environ = settings(
         policy, devices, plan, accept_shared_budget, record, record_content.value, calibration
     )

@@ -39,7 +39,10 @@ class LayerStats:
     forwards. `straggler_loss` is 1 - 1 / peak-to-mean of the devices. `gate_mass_kept` is over the
     forwards that were routed by a policy, the only ones whose scores were looked at.
     `min_expert_load` is the mean load of an expert below which nothing is capped, as the policy in
-    force resolves it for the layer; None where none is in force.
+    force resolves it for the layer; None where none is in force. `stand_in_distance` is how far
+    inputs of dropped assignments were from those of the calibration: the mean squared distance in
+    the directions that their stand-ins look at, in units of the variance there: about 1 on text
+    like the calibration's; None where no stand-in was used.
 
     `capped_forwards` are those that a cap ruled, of which `narrowed_forwards` are those that
     max_active did. `active_experts` is how many experts of each device got any token, a mean over
@@ -77,6 +80,7 @@ class LayerStats:
     active_experts_after: list[float]
     most_active_experts_before: float
     most_active_experts_after: float
+    stand_in_distance: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -115,6 +119,7 @@ class LoadAccumulator:
             self._loads = torch.zeros((2, experts), dtype=torch.int64, device=device)
             self._counts = torch.zeros(len(_COUNTS), dtype=torch.int64, device=device)
             self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
+            self._distance = torch.zeros(2, dtype=torch.float64, device=device)  # sum, of how many
             self._worst = torch.zeros(len(_PEAKS), dtype=torch.float64, device=device)
             devices = self.placement.num_devices  # and the device with the most, in each forward
             self._active = torch.zeros((2, devices + 1), dtype=torch.int64, device=device)
@@ -126,7 +131,7 @@ class LoadAccumulator:
         """What a copy starts with: counts of its own, all of one moment."""
         with self._lock, torch.inference_mode(False):
             state = {name: value for name, value in vars(self).items() if name != "_lock"}
-            for name in ("_loads", "_counts", "_sums", "_worst", "_active"):
+            for name in ("_loads", "_counts", "_sums", "_worst", "_active", "_distance"):
                 state[name] = state[name].clone()
             state["_pending"], state["_tallied"] = list(self._pending), list(self._tallied)
         return state
@@ -186,6 +191,20 @@ class LoadAccumulator:
         with self._lock:
             self._tally(before[None], after[None], tokens[None], counts, mass)
 
+    def add_distance(self, distance: Tensor, assignments: Tensor) -> None:
+        """Count how far the inputs of stand-ins were from those of the calibration.
+
+        Args:
+            distance: 0-d sum of squared distances.
+            assignments: 0-d, of how many.
+        """
+        told = torch.stack([distance.double(), assignments.double()]).to(self._device)
+        if torch.compiler.is_compiling():
+            self._distance += told
+            return
+        with self._lock:
+            self._distance += told
+
     def result(self) -> LayerStats:
         """The statistics so far (this waits for the device)."""
         with self._lock:
@@ -195,6 +214,7 @@ class LoadAccumulator:
             worst = dict(zip(_PEAKS, self._worst.tolist(), strict=True))
             before, after = self._loads.clone()
             active = (self._active.double() / max(1, counts["forwards"])).tolist()
+            distance, compensated = self._distance.tolist()
 
         def peak(name: str) -> float:
             """Time-weighted mean over forwards; without tokens nothing waits."""
@@ -232,6 +252,7 @@ class LoadAccumulator:
             active_experts_after=active[1][:-1],
             most_active_experts_before=active[0][-1],
             most_active_experts_after=active[1][-1],
+            stand_in_distance=distance / compensated if compensated else None,
         )
 
     def _flush(self) -> None:

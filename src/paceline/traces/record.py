@@ -170,8 +170,8 @@ class Recorder:
         context = self._pace.context
         rows = inputs.topk_ids.shape[0]
         modality: dict[str, Tensor] | None = None
-        if context is not None and context.modality is not None:
-            modality = {m: context.rows_of(t, rows, name) for m, t in context.modality.items()}
+        if context is not None:
+            modality = context.modality_of(rows, name)
         running.add(layer, inputs, modality, known=context is not None)
 
     def _finish_forwards(self) -> None:

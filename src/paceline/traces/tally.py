@@ -120,6 +120,11 @@ class Tally:
     def add(self, given: Given, told: Callable[[int, Assignment], None] | None = None) -> None:
         """Count the batches of a chunk; `told` gets each batch's index and assignment."""
         experts = self.placement.num_experts
+        if self.policy.caps and self.policy.keep == "contribution":
+            raise ValueError(
+                f'plan {self.name!r}: keep="contribution" needs norms of a calibration, which no '
+                "trace holds."
+            )
         after, lost = given.loads.copy(), 0
         kept_mass = mass = 0.0 if given.mass is None else float(given.mass.sum())
         for rows, bounded in self._routed(given, told):

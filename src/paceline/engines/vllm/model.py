@@ -292,5 +292,6 @@ class CappedModel:
             inputs = RoutingInputs(
                 topk_ids=ids.int(), topk_weights=weights, scores=scores, token_request=label,
                 token_source=label, token_decode=label.bool(),
+                expert_norms=torch.ones(layer.num_experts),
             )  # fmt: skip
             route(inputs, policy.replace(min_expert_load=0), layer.units)
