@@ -214,7 +214,7 @@ class AttachedLayer:
             if not watchers
             else Facts.union(rule.facts, *(asked for _, asked in watchers))
         )
-        inputs = self._inputs(context, facts, rule.policy, ids, weights, router)
+        inputs = self._inputs(context, facts, rule, ids, weights, router)
         assignment = self._route(inputs, rule.policy)
         with torch.no_grad():
             if rule.routes:
@@ -287,7 +287,7 @@ class AttachedLayer:
         self,
         context: ForwardContext,
         facts: Facts,
-        policy: CapacityPolicy,
+        rule: LayerRule,
         ids: Tensor,
         weights: Tensor,
         router: tuple[Tensor, Any] | None,
@@ -299,8 +299,7 @@ class AttachedLayer:
 
         scores = source = position = None
         # not every policy ranks by scores, but all with a factor are told what share they kept
-        capped = policy.caps and policy.capacity_factor is not None
-        if self.scoring.rule is not None and (capped or facts.scores):
+        if self.scoring.rule is not None and (rule.scores or facts.scores):
             if router is None:
                 raise RuntimeError(f"layer {self.name}: its experts ran before its router.")
             scores = self.scoring(*router, rows)
@@ -318,7 +317,7 @@ class AttachedLayer:
             valid=self._valid(context, rows),
             token_source=source,
             token_request=told(context.request) if facts.request else None,
-            token_priority=token_priorities(policy, modality, position),
+            token_priority=token_priorities(rule.policy, modality, position),
             token_decode=told(context.decode) if facts.decode else None,
             num_experts=self.num_experts,
             layer=self.index,
