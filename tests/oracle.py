@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import torch
 
 INT64_MAX = 2**63 - 1
@@ -174,6 +175,9 @@ def route_oracle(inputs: Any, policy: Any, placement: Any = None) -> Expected:
             item.metric = item.score
         elif policy.keep == "weight":
             item.metric = item.weight
+        elif policy.keep == "contribution":
+            norm = float(inputs.expert_norms.float()[item.expert])
+            item.metric = float(np.float32(item.weight) * np.float32(norm))
         elif policy.keep == "first":
             item.metric = -item.token
         elif policy.keep == "last":

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+import paceline
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
@@ -42,3 +47,22 @@ def test_the_readme_lists_every_verb() -> None:
     groups = [str(g.name or g.typer_instance.info.name) for g in app.registered_groups]
     for verb in {*commands, *groups} - {"version"}:
         assert f"`paceline {verb}" in readme, verb
+
+
+def test_the_site_has_every_page_and_no_broken_link(tmp_path: Path) -> None:
+    """`make docs-site` in its strict form: a page outside the menu, or a dead link, is an error."""
+    made = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert made.returncode == 0, made.stdout + made.stderr
+    api = (tmp_path / "site" / "api" / "index.html").read_text(encoding="utf-8")
+    for name in ("capacity_factor", "topk_weights", "detach"):
+        assert name in api
+
+
+def test_the_changelog_has_this_version() -> None:
+    assert f"## {paceline.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

@@ -7,10 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from paceline import CapacityPolicy, ExpertPlacement
+from paceline.cli.app import app
 from paceline.placement import MAX_DEVICES
-from paceline.plan import Plan, PlanError
+from paceline.plan import Plan
+from paceline.plan_fields import PlanError
 
 POLICY = CapacityPolicy(capacity_factor=1.25)
 
@@ -36,6 +39,24 @@ POLICY = CapacityPolicy(capacity_factor=1.25)
         ("version = 1\n[policy]\npool = {a = 1}", "pool="),
         ("version = 1\n[placement]\nnum_devices = 2.0", "num_devices=2.0 is not allowed"),
         ("version = 1\n[placement]\nexpert_to_device = []", "at least 1 expert"),
+        ("version = 1\nslots = [[0, 1]]", "one placement with num_devices alone"),
+        ("version = 1\nslots = 3\n[placement]\nnum_devices = 2", "slots is not allowed"),
+        ("version = 1\nslots = [[0, 2]]\n[placement]\nnum_devices = 2", "slots\\[0\\]="),
+        ("version = 1\nslots = [[0, true]]\n[placement]\nnum_devices = 2", "slots\\[0\\]="),
+        ("version = 1\nslots = [[0, 1]]\n[placement]\nnum_devices = 3", "every device has a slot"),
+        (
+            "version = 1\nslots = [[0, 1, 0], [0, 1, 2]]\n[placement]\nnum_devices = 2",
+            "as many slots and experts",
+        ),
+        (
+            "version = 1\nslots = [[0, 1]]\n[placement]\nnum_devices = 2\n[model]\nexperts = 3",
+            "slots of 2 experts",
+        ),
+        (
+            "version = 1\nslots = [[0, 1], [1, 0]]\nplacement = {num_devices = 2}\n"
+            "model = {layers = 3}",
+            "2 slots, 3 layers",
+        ),
         # a placement of so many devices would fill the memory
         ("version = 1\n[placement]\nexpert_to_device = [0, 9999999999]", str(MAX_DEVICES)),
         (f"version = 1\n[placement]\nexpert_to_device = [{'9' * 4_000}]", str(MAX_DEVICES)),
@@ -80,3 +101,33 @@ def test_what_cannot_be_read_is_one_sentence(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(PlanError, match="can't be read"):
         Plan.load(path)
+
+
+def test_a_plan_with_replicas_is_for_engines_that_have_them(tmp_path: Path) -> None:
+    plan = Plan((POLICY,), (2,), layers=2, k=2, slots=((0, 1, 2, 0), (2, 1, 0, 1)))
+    plan.save(tmp_path / "plan.toml")
+    assert Plan.load(tmp_path / "plan.toml") == plan
+    plan.check_model([3, 3], [2, 2], replicates=True)
+    with pytest.raises(PlanError, match="for 3 experts a layer, layer 0 has 4"):
+        plan.check_model([4, 4], [2, 2], replicates=True)
+    for check in (lambda: plan.check_model([3, 3], [2, 2]), lambda: plan.check_layers(2)):
+        with pytest.raises(PlanError, match="4 slots for 3 experts"):
+            check()
+
+
+def test_verbs_that_have_no_replicas_refuse_them(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    slots = tuple((*range(32), 0, 1, 2, 3, 4, 5, 6, 7) for _ in range(6))
+    Plan(placements=(8,), layers=6, slots=slots).save(path)
+    trace, demo = "sample:gpt_oss_20b_decode", "demo"
+    for arguments in (
+        ["simulate", trace, "--plan", str(path)],
+        ["report", trace, "--plan", str(path), "--json"],
+        ["loads", trace, "--plan", str(path)],
+        ["loads", demo, "--plan", str(path)],
+        ["reorder", demo, "--plan", str(path), "--out", str(tmp_path / "out")],
+        ["bench", "layer", "--plan", str(path)],
+    ):
+        ran = CliRunner().invoke(app, arguments)
+        assert ran.exit_code == 2, (arguments, ran.output)
+        assert "40 slots for 32 experts" in ran.stderr, arguments

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import CapacityPolicy, PolicyError, register_keep
+from paceline.keeps import KEEPS
 
 DEFAULTS = {
     "unit": "device", "pool": "batch", "keep": "score", "min_expert_load": "auto", "phase": "all",
@@ -40,14 +41,13 @@ def any_policy(draw: Any) -> CapacityPolicy:
         capacity_factor=draw(st.one_of(st.none(), st.just(math.inf), positive)),
         unit=draw(st.sampled_from(["device", "expert"])),
         pool=draw(st.sampled_from(["batch", "source", "request"][: 3 - least])),
-        keep=draw(st.sampled_from(["score", "weight", "first", "last", "random", "order"])),
+        keep=draw(st.sampled_from([*KEEPS, "order"])),
         min_expert_load=draw(
             st.one_of(st.just("auto"), st.integers(least, 10**6), st.floats(least, 1e9))
         ),
         phase=draw(st.sampled_from(["all", "prefill"][: 2 - least])),
         mode=draw(st.sampled_from(["enforce", "shadow", "observe"])),
-        renormalize=draw(st.booleans()),
-        compensate=draw(st.booleans()),
+        **draw(st.sampled_from([{}, {"renormalize": True}, {"compensate": True}])),
         expand=expand,
         expand_limit=draw(st.one_of(st.none(), st.integers(1, 10**6))) if expand else None,
         expand_rule=rule,

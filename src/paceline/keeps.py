@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-KEEPS = ("score", "weight", "first", "last", "random")
+KEEPS = ("score", "weight", "contribution", "first", "last", "random")
 """Built-in orders of preference: the names say what is kept."""
 
 KEEP_ALIASES = {  # names in the paper say the order in which tokens arrive, or what is dropped

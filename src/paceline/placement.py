@@ -28,8 +28,9 @@ class ExpertPlacement:
     Raises:
         ValueError: if anything is no whole number, or a device outside [0, num_devices).
 
-    >>> ExpertPlacement((0, 0, 1, 1, 1), num_devices=2).sizes
-    (2, 3)
+    Examples:
+        >>> ExpertPlacement((0, 0, 1, 1, 1), num_devices=2).sizes
+        (2, 3)
     """
 
     expert_to_device: tuple[int, ...]
@@ -75,8 +76,9 @@ class ExpertPlacement:
         Raises:
             ValueError: unless 1 <= num_devices <= num_experts, both whole numbers.
 
-        >>> ExpertPlacement.contiguous(num_experts=6, num_devices=4).expert_to_device
-        (0, 0, 1, 1, 2, 3)
+        Examples:
+            >>> ExpertPlacement.contiguous(num_experts=6, num_devices=4).expert_to_device
+            (0, 0, 1, 1, 2, 3)
         """
         experts, devices = whole_number(num_experts), whole_number(num_devices)
         if experts is None or experts < 1:
@@ -103,8 +105,9 @@ class ExpertPlacement:
         Raises:
             ValueError: on a gap in the experts, or a device outside [0, num_devices).
 
-        >>> ExpertPlacement.explicit([0, 0, 1, 0]).sizes
-        (3, 1)
+        Examples:
+            >>> ExpertPlacement.explicit([0, 0, 1, 0]).sizes
+            (3, 1)
         """
         hosts: Any = expert_to_device
         if isinstance(hosts, Mapping):
@@ -123,8 +126,9 @@ class ExpertPlacement:
     def per_expert(cls, num_experts: int) -> ExpertPlacement:
         """Every expert a device of its own: what is meant where no placement is given.
 
-        >>> ExpertPlacement.per_expert(3).num_devices
-        3
+        Examples:
+            >>> ExpertPlacement.per_expert(3).num_devices
+            3
         """
         return cls.contiguous(num_experts, num_experts)
 
@@ -139,8 +143,9 @@ class ExpertPlacement:
         Raises:
             ValueError: for a device outside [0, num_devices).
 
-        >>> ExpertPlacement.contiguous(num_experts=6, num_devices=4).experts_of(1)
-        (2, 3)
+        Examples:
+            >>> ExpertPlacement.contiguous(num_experts=6, num_devices=4).experts_of(1)
+            (2, 3)
         """
         index = whole_number(device)
         if index is None or not 0 <= index < self.num_devices:

@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
-from paceline.numbers import whole_number
 from paceline.placement import ExpertPlacement
+from paceline.plan_fields import (
+    MODEL_FIELDS,
+    VERSION,
+    PlanError,
+    count,
+    given_placement,
+    given_policy,
+    given_slots,
+    placement_fields,
+    put,
+    read,
+)
 from paceline.policy import CapacityPolicy
 from paceline.text import shortened
+from paceline.whole_file import whole_file
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-VERSION = 1
-"""Of the file format."""
-
-_MODEL_FIELDS = ("layers", "experts", "k")
-_FIELDS = ("version", "calibration", "model", "policy", "policies", "placement", "placements")
-
-
-class PlanError(ValueError):
-    """A plan that can't be read or doesn't fit a model: one sentence naming file and field."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,9 @@ class Plan:
         layers: MoE layers of the model that the plan was made for; None: any.
         experts: experts of each of its layers; None: any.
         k: experts a token; None: any.
+        slots: expert of every slot of a layer, one row for all layers or one a layer, for engines
+            that replicate experts; the slots lie on the devices in order, and are what such an
+            engine routes to. Empty: every expert has one place.
         calibration: folder of the calibration, relative to the plan's file.
         folder: of the plan's file, None where it has none.
 
@@ -51,8 +55,9 @@ class Plan:
         PlanError: if a field is not what it should be, or there is neither one policy (or
             placement) nor one a layer.
 
-    >>> Plan((CapacityPolicy(capacity_factor=1.25),), (8,)).policy_of(3).capacity_factor
-    1.25
+    Examples:
+        >>> Plan((CapacityPolicy(capacity_factor=1.25),), (8,)).policy_of(3).capacity_factor
+        1.25
     """
 
     policies: tuple[CapacityPolicy, ...] = ()
@@ -60,13 +65,14 @@ class Plan:
     layers: int | None = None
     experts: int | None = None
     k: int | None = None
+    slots: tuple[tuple[int, ...], ...] = ()
     calibration: str | None = None
     folder: Path | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        for name in _MODEL_FIELDS:
+        for name in MODEL_FIELDS:
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, _count(f"model.{name}", getattr(self, name)))
+                object.__setattr__(self, name, count(f"model.{name}", getattr(self, name)))
         if not isinstance(self.calibration, str | None):
             raise PlanError(
                 f"plan: calibration={shortened(self.calibration)} is not allowed: it is the name "
@@ -79,13 +85,19 @@ class Plan:
                     f"plan: {name} is a {type(values).__name__}: allowed is a tuple with one for "
                     "all layers, or one a layer."
                 )
-            read = _given_policy if name == "policies" else _given_placement
-            object.__setattr__(self, name, tuple(map(read, range(len(values)), values)))
+            given = given_policy if name == "policies" else given_placement
+            object.__setattr__(self, name, tuple(map(given, range(len(values)), values)))
+        object.__setattr__(self, "slots", given_slots(self.slots, self.placements))
         several = {
             name: len(values)
-            for name in ("policies", "placements")
+            for name in ("policies", "placements", "slots")
             if len(values := getattr(self, name)) > 1
         }
+        if self.slots and self.experts not in (None, len(set(self.slots[0]))):
+            raise PlanError(
+                f"plan: slots of {len(set(self.slots[0]))} experts are not allowed: "
+                f"model.experts says {self.experts}."
+            )
         if self.layers is not None:
             several["layers"] = self.layers
         if len(set(several.values())) > 1:
@@ -103,8 +115,9 @@ class Plan:
     def policy_of(self, layer: int) -> CapacityPolicy | None:
         """The policy of a layer, None where the plan names none.
 
-        >>> Plan().policy_of(0) is None
-        True
+        Examples:
+            >>> Plan().policy_of(0) is None
+            True
         """
         policy: CapacityPolicy | None = _of_layer(self.policies, layer)
         return policy
@@ -112,8 +125,9 @@ class Plan:
     def placement_of(self, layer: int) -> ExpertPlacement | int | None:
         """The placement of a layer (or a number of devices), None where the plan names none.
 
-        >>> Plan(placements=(2,)).placement_of(0)
-        2
+        Examples:
+            >>> Plan(placements=(2,)).placement_of(0)
+            2
         """
         placement: ExpertPlacement | int | None = _of_layer(self.placements, layer)
         return placement
@@ -121,41 +135,69 @@ class Plan:
     def calibration_folder(self) -> Path | None:
         """Where the calibration is, None where the plan names none.
 
-        >>> Plan(calibration="found", folder=Path("plans")).calibration_folder()
-        PosixPath('plans/found')
+        Examples:
+            >>> Plan(calibration="found", folder=Path("plans")).calibration_folder()
+            PosixPath('plans/found')
         """
         return None if self.calibration is None else (self.folder or Path()) / self.calibration
 
-    def check_layers(self, count: int) -> None:
-        """Refuse a model with another number of MoE layers than the plan is for.
+    def refuse_replicas(self) -> None:
+        """Refuse a plan with slots, where every expert has one place.
 
         Raises:
-            PlanError: naming both.
+            PlanError: if it has.
 
-        >>> Plan(layers=2).check_layers(2)
+        >>> Plan(placements=(8,)).refuse_replicas()
         """
-        several = [n for n in (len(self.policies), len(self.placements)) if n > 1]
+        if self.slots:
+            raise PlanError(
+                f"the plan has {len(self.slots[0])} slots for {len(set(self.slots[0]))} experts: "
+                "here each expert has one place; it is for an engine that replicates experts and "
+                "reads a map (paceline place --maps)."
+            )
+
+    def check_layers(self, count: int, replicates: bool = False) -> None:
+        """Refuse a model with another number of MoE layers than the plan is for.
+
+        Args:
+            count: of the model's MoE layers.
+            replicates: whether the experts may have several slots each.
+
+        Raises:
+            PlanError: naming both, or that the plan replicates experts.
+
+        Examples:
+            >>> Plan(layers=2).check_layers(2)
+        """
+        if not replicates:
+            self.refuse_replicas()
+        several = [n for n in (len(self.policies), len(self.placements), len(self.slots)) if n > 1]
         wanted = self.layers or next(iter(several), count)
         if wanted != count:
             raise PlanError(f"the plan is for {wanted} MoE layers, the model has {count}.")
 
-    def check_model(self, experts: Sequence[int], k: Sequence[int]) -> None:
+    def check_model(
+        self, experts: Sequence[int], k: Sequence[int], replicates: bool = False
+    ) -> None:
         """Refuse a model that the plan wasn't made for.
 
         Args:
             experts: of each MoE layer of the model.
             k: experts a token, of each.
+            replicates: whether the experts may have several slots each.
 
         Raises:
             PlanError: naming what differs.
 
-        >>> Plan(layers=2).check_model([8, 8], [2, 2])
+        Examples:
+            >>> Plan(layers=2).check_model([8, 8], [2, 2])
         """
-        self.check_layers(len(experts))
+        self.check_layers(len(experts), replicates)
+        planned = len(set(self.slots[0])) if self.slots else self.experts
         for index, (found, chosen) in enumerate(zip(experts, k, strict=True)):
-            if self.experts not in (None, found):
+            if planned not in (None, found):
                 raise PlanError(
-                    f"the plan is for {self.experts} experts a layer, layer {index} has {found}."
+                    f"the plan is for {planned} experts a layer, layer {index} has {found}."
                 )
             if self.k not in (None, chosen):
                 raise PlanError(
@@ -173,17 +215,20 @@ class Plan:
     def to_toml(self) -> str:
         """The plan as TOML; `from_toml` reads it back.
 
-        >>> Plan(placements=(8,)).to_toml().splitlines()[0]
-        'version = 1'
+        Examples:
+            >>> Plan(placements=(8,)).to_toml().splitlines()[0]
+            'version = 1'
         """
         out: dict[str, Any] = {"version": VERSION}
         if self.calibration is not None:
             out["calibration"] = self.calibration
-        known = {n: v for n in _MODEL_FIELDS if (v := getattr(self, n)) is not None}
+        known = {n: v for n in MODEL_FIELDS if (v := getattr(self, n)) is not None}
         if known:
             out["model"] = known
-        _put(out, "policy", "policies", [p.changed_fields() for p in self.policies])
-        _put(out, "placement", "placements", [_placement_fields(p) for p in self.placements])
+        put(out, "policy", "policies", [p.changed_fields() for p in self.policies])
+        if self.slots:
+            out["slots"] = [list(row) for row in self.slots]
+        put(out, "placement", "placements", [placement_fields(p) for p in self.placements])
         return tomli_w.dumps(out)
 
     @classmethod
@@ -197,8 +242,9 @@ class Plan:
         Raises:
             PlanError: naming the file, the field, its value and what is allowed.
 
-        >>> Plan.from_toml("version = 1").policies
-        ()
+        Examples:
+            >>> Plan.from_toml("version = 1").policies
+            ()
         """
         try:
             fields = tomllib.loads(text)
@@ -207,7 +253,7 @@ class Plan:
         except RecursionError:
             raise PlanError(f"{name} is not allowed: it nests too deeply.") from None
         try:
-            return cls(**_read(fields))
+            return cls(**read(fields))
         except ValueError as error:
             raise PlanError(f"{name}: {str(error).removeprefix('plan: ')}") from None
 
@@ -234,107 +280,9 @@ class Plan:
         Raises:
             OSError: if the folder can't be written.
         """
-        path = Path(path)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(self.to_toml())
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        with whole_file(Path(path)) as file:
+            file.write_text(self.to_toml(), encoding="utf-8")
 
 
 def _of_layer(values: Sequence[Any], layer: int) -> Any:
     return None if not values else values[0] if len(values) == 1 else values[layer]
-
-
-def _put(out: dict[str, Any], one: str, several: str, values: list[dict[str, Any]]) -> None:
-    if values:
-        out |= {one: values[0]} if len(values) == 1 else {several: values}
-
-
-def _placement_fields(placement: ExpertPlacement | int) -> dict[str, Any]:
-    if isinstance(placement, int):
-        return {"num_devices": placement}
-    return {
-        "num_devices": placement.num_devices,
-        "expert_to_device": list(placement.expert_to_device),
-    }
-
-
-def _count(name: str, value: Any) -> int:
-    count = whole_number(value)
-    if count is None or count < 1:
-        raise PlanError(f"{name}={shortened(value)} is not allowed: it is a whole number >= 1.")
-    return count
-
-
-def _given_policy(index: int, policy: Any) -> CapacityPolicy:
-    if not isinstance(policy, CapacityPolicy):
-        raise PlanError(
-            f"plan: policies[{index}] is a {type(policy).__name__}: allowed is a CapacityPolicy."
-        )
-    return policy
-
-
-def _given_placement(index: int, placement: Any) -> ExpertPlacement | int:
-    if isinstance(placement, ExpertPlacement):
-        return placement
-    return _count(f"placements[{index}]", placement)
-
-
-def _read(fields: Mapping[str, Any]) -> dict[str, Any]:
-    unknown = [name for name in fields if name not in _FIELDS]
-    if unknown:
-        name = shortened(unknown[0])
-        raise PlanError(f"{name} is not a field of a plan: allowed are {', '.join(_FIELDS)}.")
-    if whole_number(fields.get("version")) != VERSION:
-        raise PlanError(
-            f"version={shortened(fields.get('version'))} is not allowed: it is {VERSION}."
-        )
-    model = fields.get("model", {})
-    if not isinstance(model, dict) or not set(model) <= set(_MODEL_FIELDS):
-        raise PlanError(
-            f"model={shortened(model)} is not allowed: its fields are layers, experts and k."
-        )
-    return {
-        **model,
-        "calibration": fields.get("calibration"),
-        "policies": tuple(map(_policy, _tables(fields, "policy", "policies"))),
-        "placements": tuple(map(_placement, _tables(fields, "placement", "placements"))),
-    }
-
-
-def _tables(fields: Mapping[str, Any], one: str, several: str) -> list[dict[str, Any]]:
-    """The tables under either name, one for all layers or one a layer."""
-    if one in fields and several in fields:
-        raise PlanError(f"{one} and {several} are both given: allowed is one of them.")
-    tables = [fields[one]] if one in fields else fields.get(several, [])
-    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise PlanError(f"{several} is not an array of tables, as in [[{several}]].")
-    return tables
-
-
-def _policy(fields: dict[str, Any]) -> CapacityPolicy:
-    return CapacityPolicy(**fields)
-
-
-def _placement(fields: dict[str, Any]) -> ExpertPlacement | int:
-    devices: int | None = fields.get("num_devices")
-    experts = fields.get("expert_to_device")
-    unknown = set(fields) - {"num_devices", "expert_to_device"}
-    if unknown or (devices is None and experts is None):
-        raise PlanError(
-            f"placement {shortened(sorted(fields))} is not allowed: its fields are num_devices and "
-            "expert_to_device."
-        )
-    if devices is not None:
-        devices = _count("num_devices", devices)
-    if experts is None and devices is not None:
-        return devices
-    if not isinstance(experts, list) or any(
-        not isinstance(device, int) or isinstance(device, bool) for device in experts
-    ):
-        raise PlanError("expert_to_device is not allowed: it is one device for each expert.")
-    return ExpertPlacement.explicit(experts, devices)

@@ -39,12 +39,13 @@ class CapacityPolicy(TextForms):
     `ceil(capacity_factor * T * k * n / num_experts)`, with the factor taken as the decimal
     that was written (He et al., arXiv 2503.05066, section 4; exactness and units are ours).
 
-    Args:
+    Attributes:
         capacity_factor: load allowed relative to the mean, > 0; None or inf: no cap. Alias `gamma`.
         unit: what is capped: a "device" (all its experts together) or each "expert".
         pool: tokens that share one budget: "batch", "source" (per source device) or "request".
-        keep: which assignments survive: "score", "weight", "first", "last", "random", or a name
-            given to `paceline.register_keep`.
+        keep: which assignments survive: "score", "weight", "contribution" (the weight times the
+            mean norm of what dropping the expert leaves, from a calibration), "first", "last",
+            "random", or a name given to `paceline.register_keep`.
         min_expert_load: no cap while experts get fewer tokens than this on average;
             "auto" takes 64 on CUDA and 8 on CPU, 0 always caps.
         max_active: in a forward below min_expert_load, where weights dominate: at most so many
@@ -54,8 +55,8 @@ class CapacityPolicy(TextForms):
         mode: "enforce", "shadow" (count only what would be dropped) or "observe" (loads only).
         renormalize: give a token's survivors the sum its weights had before.
         compensate: add what the stand-in of a dropped expert gives, with the weight that the model
-            gave it; needs a calibration of the model. It changes no load and no survivor; with
-            `renormalize` survivors' larger weights come on top.
+            gave it; needs a calibration of the model. It changes no load and no survivor, and is
+            not allowed with `renormalize`, which gives survivors that weight already.
         expand: experts a token may use beyond its top-k: those on its "own_device", on
             "visited_devices" or "all" (the last two for study); None: none.
         expand_limit: at most so many further experts a token.
@@ -69,8 +70,9 @@ class CapacityPolicy(TextForms):
     Raises:
         PolicyError: naming the field, the value and what is allowed.
 
-    >>> CapacityPolicy(capacity_factor=1.25, unit="expert").caps
-    True
+    Examples:
+        >>> CapacityPolicy(capacity_factor=1.25, unit="expert").caps
+        True
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
@@ -190,6 +192,11 @@ class CapacityPolicy(TextForms):
                     f"{field}={getattr(self, field)} needs expand to be one of "
                     f"{', '.join(get_args(Expand))}."
                 )
+        if self.compensate and self.renormalize:
+            raise PolicyError(
+                "compensate=True with renormalize=True counts dropped weight twice, in stand-ins "
+                "and in survivors: allowed is one of them."
+            )
         if self.expand is not None and self.keep not in KEEPS:
             raise PolicyError(
                 f"keep={self.keep!r} with expand={self.expand!r}: a registered metric knows only "
@@ -243,8 +250,9 @@ class CapacityPolicy(TextForms):
 
         What was never set stays unset: an engine may choose for a field that nobody named.
 
-        >>> CapacityPolicy(capacity_factor=1.25).replace(unit="expert").capacity_factor
-        1.25
+        Examples:
+            >>> CapacityPolicy(capacity_factor=1.25).replace(unit="expert").capacity_factor
+            1.25
         """
         fields = {name: getattr(self, name) for name in self.model_fields_set}
         if "gamma" in changes:
@@ -260,8 +268,9 @@ class CapacityPolicy(TextForms):
     def resolved_min_expert_load(self, device_type: str) -> float:
         """Mean tokens an expert below which nothing is capped on `device_type` ("cuda", "cpu").
 
-        >>> CapacityPolicy(capacity_factor=1.25).resolved_min_expert_load("cuda")
-        64.0
+        Examples:
+            >>> CapacityPolicy(capacity_factor=1.25).resolved_min_expert_load("cuda")
+            64.0
         """
         if self.min_expert_load == "auto":
             return AUTO_MIN_EXPERT_LOAD.get(device_type, AUTO_MIN_EXPERT_LOAD["cuda"])

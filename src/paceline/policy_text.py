@@ -29,9 +29,10 @@ class TextForms(BaseModel):
     def changed_fields(self) -> dict[str, Any]:
         """The fields that differ from their defaults, in order; lists instead of tuples.
 
-        >>> from paceline import CapacityPolicy
-        >>> CapacityPolicy(capacity_factor=1.25, keep="score").changed_fields()
-        {'capacity_factor': 1.25}
+        Examples:
+            >>> from paceline import CapacityPolicy
+            >>> CapacityPolicy(capacity_factor=1.25, keep="score").changed_fields()
+            {'capacity_factor': 1.25}
         """
         return {
             name: list(value) if isinstance(value, tuple) else value
@@ -56,9 +57,10 @@ class TextForms(BaseModel):
         Raises:
             PolicyError: on an unknown field, a missing "=" or a bad value.
 
-        >>> from paceline import CapacityPolicy
-        >>> CapacityPolicy.parse("capacity_factor=1.25,drop_first=image+video").drop_first
-        ('image', 'video')
+        Examples:
+            >>> from paceline import CapacityPolicy
+            >>> CapacityPolicy.parse("capacity_factor=1.25,drop_first=image+video").drop_first
+            ('image', 'video')
         """
         _require_text(text)
         fields: dict[str, Any] = {}
@@ -77,9 +79,10 @@ class TextForms(BaseModel):
     def to_json(self) -> str:
         """All fields as a JSON object; `from_json` reads it back.
 
-        >>> from paceline import CapacityPolicy
-        >>> CapacityPolicy(capacity_factor=1.25).to_json()[:40]
-        '{"capacity_factor":1.25,"unit":"device",'
+        Examples:
+            >>> from paceline import CapacityPolicy
+            >>> CapacityPolicy(capacity_factor=1.25).to_json()[:40]
+            '{"capacity_factor":1.25,"unit":"device",'
         """
         return self.json_form
 
@@ -92,23 +95,25 @@ class TextForms(BaseModel):
     def from_json(cls, text: str) -> Self:
         """Read `to_json`'s form. Raises PolicyError on bad JSON or a bad field.
 
-        >>> from paceline import CapacityPolicy
-        >>> CapacityPolicy.from_json('{"capacity_factor": 1.25}').capacity_factor
-        1.25
+        Examples:
+            >>> from paceline import CapacityPolicy
+            >>> CapacityPolicy.from_json('{"capacity_factor": 1.25}').capacity_factor
+            1.25
         """
         _require_text(text)
         try:
             fields = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise PolicyError(f"policy is not JSON: {error}.") from None
         return cls._from_mapping(fields)
 
     def to_toml(self) -> str:
         """The fields that differ from their defaults as a TOML table; `from_toml` reads it back.
 
-        >>> from paceline import CapacityPolicy
-        >>> CapacityPolicy(capacity_factor=1.25).to_toml()
-        'capacity_factor = 1.25\\n'
+        Examples:
+            >>> from paceline import CapacityPolicy
+            >>> CapacityPolicy(capacity_factor=1.25).to_toml()
+            'capacity_factor = 1.25\\n'
         """
         return tomli_w.dumps(self.changed_fields())
 
@@ -118,14 +123,15 @@ class TextForms(BaseModel):
 
         A float keeps the decimal that the file spells.
 
-        >>> from paceline import CapacityPolicy
-        >>> CapacityPolicy.from_toml("capacity_factor = 1.25").capacity_factor
-        1.25
+        Examples:
+            >>> from paceline import CapacityPolicy
+            >>> CapacityPolicy.from_toml("capacity_factor = 1.25").capacity_factor
+            1.25
         """
         _require_text(text)
         try:
             fields = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
             raise PolicyError(f"policy is not TOML: {error}.") from None
         return cls._from_mapping(fields)
 

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.calibration.fit import ROWS_PER_RANK, Regression, none
+from paceline.calibration.fit import ROWS_PER_RANK, StandInFit, fit, none
+from paceline.calibration.moments import CHUNK, EXACT, Moments, merged
 
 
 def rows(seed: int, n: int, hidden: int, noise: float = 0.3) -> tuple[np.ndarray, np.ndarray]:
@@ -16,6 +17,10 @@ def rows(seed: int, n: int, hidden: int, noise: float = 0.3) -> tuple[np.ndarray
     x = rng.normal(2.0, 1.0, (n, hidden)) * np.linspace(0.2, 3, hidden)
     y = np.tanh(x @ rng.normal(size=(hidden, hidden)) / hidden) + noise * rng.normal(size=x.shape)
     return x, y + 5.0
+
+
+def fitted(x: object, y: object, rank: int, ridge: float) -> StandInFit:
+    return fit(Moments.of(torch.as_tensor(x), torch.as_tensor(y)), rank, ridge)
 
 
 def oracle(x: np.ndarray, y: np.ndarray, rank: int, ridge: float, at: np.ndarray) -> np.ndarray:
@@ -40,42 +45,43 @@ def test_the_fit_is_reduced_rank_ridge_regression(
     seed: int, hidden: int, n: int, rank: int, ridge: float
 ) -> None:
     x, y = rows(seed, n, hidden)
-    fit = Regression(torch.tensor(x), torch.tensor(y)).fit(rank, ridge)
+    got_fit = fitted(x, y, rank, ridge)
     allowed = min(rank, n // ROWS_PER_RANK)
-    assert fit.rank <= min(allowed, hidden)
-    assert all(bool(torch.isfinite(t).all()) for t in (fit.bias, fit.up, fit.down, fit.mean))
+    parts = (got_fit.bias, got_fit.up, got_fit.down, got_fit.mean)
+    assert all(bool(torch.isfinite(t).all()) for t in parts)
     at = rows(seed + 1, 7, hidden)[0]
-    got = fit(torch.tensor(at)).numpy()
+    got = got_fit(torch.tensor(at)).numpy()
     if allowed == 0:
-        assert fit.rank == 0
+        assert got_fit.rank == 0
         assert (got == 0).all()
     else:
-        assert fit.rank == min(allowed, hidden)
+        assert got_fit.rank == min(allowed, hidden)
         np.testing.assert_allclose(got, oracle(x, y, allowed, ridge, at), rtol=1e-6, atol=1e-7)
 
 
-def test_without_ridge_and_at_full_rank_it_is_least_squares() -> None:
+def test_with_next_to_no_ridge_and_at_full_rank_it_is_least_squares() -> None:
     x, y = rows(3, 200, 6)
     a = np.hstack([x, np.ones((len(x), 1))])
     want = a @ np.linalg.lstsq(a, y, rcond=None)[0]
-    got = Regression(torch.tensor(x), torch.tensor(y)).fit(6, 0.0)(torch.tensor(x))
+    got = fitted(x, y, 6, 1e-12)(torch.tensor(x))
     np.testing.assert_allclose(got.numpy(), want, rtol=1e-8)
 
 
 def test_no_map_of_that_rank_fits_better() -> None:
     x, y = (torch.tensor(t) for t in rows(4, 120, 5))
-    fit = Regression(x, y).fit(2, 0.2)
+    found = fitted(x, y, 2, 0.2)
     penalty = 0.2 * ((x - x.mean(0)) ** 2).sum() / 5
 
     def cost(up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         left = y - y.mean(0) - (x - x.mean(0)) @ down.T @ up.T
         return (left**2).sum() + penalty * ((up @ down) ** 2).sum()
 
-    best, rng = cost(fit.up, fit.down), torch.Generator().manual_seed(0)
+    best, rng = cost(found.up, found.down), torch.Generator().manual_seed(0)
     for scale in (1e-3, 1e-2, 0.1):
         for _ in range(50):
             moved = [
-                t + scale * torch.randn(t.shape, generator=rng).double() for t in (fit.up, fit.down)
+                t + scale * torch.randn(t.shape, generator=rng).double()
+                for t in (found.up, found.down)
             ]
             assert cost(*moved) > best
 
@@ -84,27 +90,75 @@ def test_rows_that_say_nothing_give_no_stand_in() -> None:
     for value in (1.0, 0.1, 1e6 / 3):
         same = torch.full((63, 4), value, dtype=torch.float64)
         other = torch.randn(63, 4, dtype=torch.float64)
-        assert Regression(same, other).fit(4, 0.1).rank == 0
-        assert Regression(other, same).fit(4, 0.1).rank == 0
-    assert Regression(torch.empty(0, 4), torch.empty(0, 4)).fit(4, 0.1).rank == 0
+        assert fitted(same, other, 4, 0.1).rank == 0
+        assert fitted(other, same, 4, 0.1).rank == 0
+    assert fitted(torch.empty(0, 4), torch.empty(0, 4), 4, 0.1).rank == 0
     assert none(4)(torch.ones(3, 4)).abs().max() == 0
 
 
 def test_rows_that_are_not_finite_are_left_out() -> None:
     x, y = (torch.tensor(t) for t in rows(5, 80, 4))
-    want = Regression(x, y).fit(3, 0.1)
+    want = fitted(x, y, 3, 0.1)
     bad_x, bad_y = torch.cat([x, x[:2]]), torch.cat([y, y[:2]])
     bad_x[80, 0], bad_y[81, 1] = torch.nan, torch.inf
-    got = Regression(bad_x, bad_y).fit(3, 0.1)
+    got = fitted(bad_x, bad_y, 3, 0.1)
     torch.testing.assert_close(got(x), want(x))
 
 
 @pytest.mark.parametrize(
-    ("rank", "ridge", "said"), [(0, 0.1, "rank=0"), (2, -1.0, "ridge=-1.0"), (2, np.nan, "ridge=")]
+    ("rank", "ridge", "said"), [(0, 0.1, "rank=0"), (2, 0.0, "ridge=0.0"), (2, np.nan, "ridge=")]
 )
 def test_bad_arguments(rank: int, ridge: float, said: str) -> None:
     x = torch.randn(20, 3)
     with pytest.raises(ValueError, match=said):
-        Regression(x, x).fit(rank, ridge)
+        fitted(x, x, rank, ridge)
     with pytest.raises(ValueError, match="x has shape"):
-        Regression(x, x[:, :2])
+        Moments.of(x, x[:, :2])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.lists(st.integers(0, 30), min_size=1, max_size=5))
+def test_moments_of_parts_are_those_of_all_rows(seed: int, sizes: list[int]) -> None:
+    x, y = rows(seed, sum(sizes), 4)
+    parts = zip(
+        torch.tensor(x).split(sizes) if sum(sizes) else [torch.tensor(x)],
+        torch.tensor(y).split(sizes) if sum(sizes) else [torch.tensor(y)],
+        strict=True,
+    )
+    got = merged(Moments.of(*part) for part in parts)
+    assert got.rows == len(x)
+    assert got.energy == pytest.approx(float((y**2).sum()))
+    if len(x):
+        np.testing.assert_allclose(got.mean, x.mean(0))
+        np.testing.assert_allclose(got.bias, y.mean(0))
+        a, b = x - x.mean(0), y - y.mean(0)
+        np.testing.assert_allclose(got.xx, a.T @ a, atol=1e-9)
+        np.testing.assert_allclose(got.xy, a.T @ b, atol=1e-9)
+
+
+def test_distances_are_in_units_of_the_rows_fitted_to() -> None:
+    x, y = (torch.tensor(t) for t in rows(7, 400, 6))
+    found = fitted(x, y, 4, 0.1)
+    seen = (x - found.mean) @ found.down.T
+    want = torch.eye(4, dtype=torch.float64)
+    torch.testing.assert_close(seen.T @ seen / len(x), want, rtol=1e-6, atol=1e-6)
+
+
+def test_wide_experts_in_float32_and_by_subspace() -> None:
+    """Beyond EXACT and CHUNK, and where the subspace is far narrower than the hidden size."""
+    rng = torch.Generator().manual_seed(0)
+    hidden, rank = EXACT + 8, 8
+    x = torch.randn(CHUNK + 100, 40, generator=rng) @ torch.randn(40, hidden, generator=rng) + 3
+    y = torch.tanh(x @ torch.randn(hidden, hidden, generator=rng) / hidden) + 1
+    seen = Moments.of(x, y)
+    a, b = (x - x.mean(0)).double(), (y - y.mean(0)).double()
+    penalty = 1e-3 * float(a.square().sum()) / hidden
+    u, s, _ = torch.linalg.svd(a, full_matrices=False)
+    shrunk = (s / (s.square() + penalty).sqrt()).unsqueeze(1) * (u.T @ b)
+    best = float(torch.linalg.svdvals(shrunk)[:rank].square().sum())
+    found = fit(seen, rank, 1e-3)
+    map_ = (found.up @ found.down).T
+    cost = float((b - a @ map_).square().sum() + penalty * map_.square().sum())
+    gained = float(b.square().sum()) - cost
+    assert found.rank == rank
+    assert 0.99 * best <= gained <= best * (1 + 1e-6)

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from paceline import attach
-from paceline.calibration.file import Calibration, LayerCalibration
+from paceline.calibration.file import Calibration
+from paceline.calibration.layer import LayerCalibration
 
 
 def made_up(model: Any, rank: int = 3, seed: int = 0) -> Calibration:
@@ -30,13 +31,17 @@ def made_up(model: Any, rank: int = 3, seed: int = 0) -> Calibration:
                     experts=tuple(layer.experts.values()),
                     ridge=0.1,
                     explained=0.5,
+                    explained_by_text=(0.5,),
+                    placement=(),
                     bias=random(count, hidden),
-                    up=random(count, hidden, rank),
-                    down=random(count, rank, hidden),
+                    up=random(count, hidden, rank).bfloat16(),
+                    down=random(count, rank, hidden).bfloat16(),
                     mean=random(count, hidden),
                     ranks=torch.full((count,), rank),
                     loads=torch.ones(1, count, dtype=torch.int64),
-                    output_norm=torch.ones(count),
+                    output_norm=random(count).abs() + 0.1,
+                    residual_norm=random(count).abs() + 0.1,
+                    spread=torch.ones(count),
                     explained_by_expert=torch.full((count,), 0.5),
                 )
             )

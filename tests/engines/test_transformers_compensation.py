@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from made_up_calibration import made_up
 
 from paceline import CapacityPolicy, attach
-from paceline.calibration.file import Calibration, CalibrationError, LayerCalibration
+from paceline.calibration.file import Calibration, CalibrationError
+from paceline.calibration.layer import LayerCalibration
 from paceline.engines.transformers.compensation import Compensation
 from paceline.plan import Plan
 
@@ -40,11 +41,10 @@ def mixtral_expert(experts: Any, expert: int, x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("how", IMPLEMENTATIONS)
-@pytest.mark.parametrize("renormalize", [False, True])
-def test_a_layer_gives_kept_experts_and_stand_ins(how: str, renormalize: bool) -> None:
+def test_a_layer_gives_kept_experts_and_stand_ins(how: str) -> None:
     model, seen, hidden, outs = model_of(MIXTRAL), {}, {}, {}
     found = made_up(model)
-    policy = CapacityPolicy.parse(f"{CAP},compensate=true,renormalize={renormalize}")
+    policy = CapacityPolicy.parse(f"{CAP},compensate=true")
     with ExitStack() as stack:
         assert stack.enter_context(implementation(model, how))
         pace = stack.enter_context(attach(model, policy, calibration=found))
@@ -95,6 +95,9 @@ def test_it_changes_no_load_no_count_and_no_survivor(how: str) -> None:
             pace.reset_stats()
             outs.append(output(model, given))
             stats.append(pace.stats().layers[0].to_dict())
+    distances = [counts.pop("stand_in_distance") for counts in stats]
+    assert distances[0] is None
+    assert distances[1] > 0
     assert stats[0] == stats[1]
     assert stats[0]["dropped"] > 0
     for name in ("topk_ids", "topk_weights", "kept"):
@@ -141,9 +144,12 @@ def test_both_ways_of_computing_it_are_the_formula(
         LAYER,
         experts=("",) * experts,
         bias=random(experts, hidden),
-        up=random(experts, hidden, rank),
-        down=random(experts, rank, hidden),
+        output_norm=torch.ones(experts),
+        residual_norm=torch.ones(experts),
+        up=random(experts, hidden, rank).bfloat16(),
+        down=random(experts, rank, hidden).bfloat16(),
         mean=random(experts, hidden),
+        ranks=torch.tensor([rank, 0, 1, rank, rank, rank]),
     )
     own = [1, 4, 2] if some else None
     x, out, weights = random(tokens, hidden), random(tokens, hidden), random(tokens, k)
@@ -155,11 +161,26 @@ def test_both_ways_of_computing_it_are_the_formula(
         expert = int(ids[t, slot])
         if own is None or expert in own:
             want[t] += float(weights[t, slot]) * stand_in(layer, expert, x[t].double().numpy())
+    far: list[float] = []
+    for t, slot in dropped.nonzero().tolist():
+        expert = int(ids[t, slot])
+        if (own is None or expert in own) and layer.ranks[expert]:
+            seen = layer.down[expert].double() @ (x[t] - layer.mean[expert]).double()
+            far.append(float(seen.square().sum() / layer.ranks[expert]))
+    told: list[tuple[float, int]] = []
+
+    def tell(distance: torch.Tensor, count: torch.Tensor) -> None:
+        told.append((float(distance), int(count)))
+
     compensation = Compensation(layer, own, x[:0])
-    flat = compensation(out, x, ids, weights, dropped)
+    flat = compensation(out, x, ids, weights, dropped, tell)
     shaped = compensation(out[None], x[None], ids, weights, dropped)
     with patch("torch.compiler.is_compiling", return_value=True):
-        static = compensation(out, x, ids, weights, dropped)
+        static = compensation(out, x, ids, weights, dropped, tell)
+    for distance, count in told:
+        assert (distance, count) == (pytest.approx(sum(far), rel=1e-3, abs=1e-6), len(far))
+    mine = [own is None or int(e) in own for e in ids[dropped]]
+    assert len(told) == (2 if any(mine) else 1)
     for got in (flat, shaped[0], static):
         np.testing.assert_allclose(got.numpy(), want, rtol=1e-4, atol=1e-4)
         same = ~dropped.any(1)
@@ -169,8 +190,10 @@ def test_both_ways_of_computing_it_are_the_formula(
 def test_a_stand_in_that_overflows_harms_no_other() -> None:
     """Where every token is multiplied with every stand-in, infinity times nothing is nothing."""
     down = LAYER.down.clone()
-    down[5] = 1e38
-    compensation = Compensation(replace(LAYER, down=down, mean=0 * LAYER.mean), None, LAYER.up[:0])
+    down[5] = 3e38
+    compensation = Compensation(
+        replace(LAYER, down=down, mean=0 * LAYER.mean), None, LAYER.bias[:0]
+    )
     x, out = torch.full((2, 32), 100.0), torch.zeros(2, 32)
     ids, dropped = torch.tensor([[1, 5], [5, 2]]), torch.tensor([[True, False], [False, True]])
     with patch("torch.compiler.is_compiling", return_value=True):

@@ -138,6 +138,7 @@ def test_the_command_writes_a_plan_and_maps(tmp_path: Path) -> None:
         assert rows[number] == slots == balancer["initial_global_assignments"][number]
     plan = Plan.load(tmp_path / "plan.toml")
     assert (plan.placements, plan.layers) == ((8,), layers)
+    assert [list(row) for row in plan.slots] == said["slots"]
     alone = [a for a in arguments if a not in ("--replicas", "8")]
     ran = RUN.invoke(app, [*alone, "--out", str(tmp_path / "plan.toml")])
     assert ran.exit_code == 0, ran.output

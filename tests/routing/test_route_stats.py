@@ -167,7 +167,7 @@ def test_pending_forwards_do_not_pile_up() -> None:
         assert len(loads._pending) < 256
     for _ in range(10):
         loads.observe(torch.zeros(30_000, 1, dtype=torch.int64))
-        assert sum(len(forward.ids) for forward in loads._pending) < 2**16
+        assert sum(len(ids) for ids, _ in loads._pending) < 2**16
 
 
 @pytest.mark.parametrize(

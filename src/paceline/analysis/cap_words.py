@@ -67,12 +67,12 @@ def said(result: Mapping[str, Any], most: float = 0.01) -> list[str]:
             if caps:
                 lines.append(
                     f"Experts {name}: every cap a device tried loses more than {most:.0%} of the "
-                    f"{_of_what(caps[0])}."
+                    f"{of_what(caps[0])}."
                 )
             continue
         best = max(allowed, key=lambda way: (way["gain"], way["gamma"]))
         fewer = 1 - uncapped["gain"] / best["gain"]
-        what = _of_what(best)
+        what = of_what(best)
         if fewer < 0.005:
             lines.append(
                 f"Experts {name}: a cap a device within {most:.0%} of the {what} gains next to "
@@ -109,5 +109,10 @@ def lost(way: Mapping[str, Any]) -> float:
     return share if mass is None else mass
 
 
-def _of_what(way: Mapping[str, Any]) -> str:
+def of_what(way: Mapping[str, Any]) -> str:
+    """What `lost` is a share of.
+
+    >>> of_what({"gate_mass_lost": None})
+    'assignments'
+    """
     return "assignments" if way["gate_mass_lost"] is None else "gate mass"

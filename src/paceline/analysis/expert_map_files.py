@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from paceline.analysis.expert_map import ExpertMap
+from paceline.whole_file import whole_file
 
 
 def vllm(maps: Mapping[int, ExpertMap], hidden_layers: int) -> str:
@@ -116,6 +118,30 @@ def write_form(form: str, maps: Mapping[int, ExpertMap], hidden_layers: int) -> 
         )
     name, write = FORMS[form]
     return name, write(maps, hidden_layers)
+
+
+def write_maps(
+    maps: Sequence[ExpertMap], names: Sequence[str], hidden_layers: int | None, folder: Path
+) -> list[Path]:
+    """Write maps in every form into a folder, made if need be.
+
+    Args:
+        maps: of each MoE layer.
+        names: of the layers, which say what hidden layer each is.
+        hidden_layers: of the model; None: none follows the last one with experts.
+        folder: for the files.
+
+    Raises:
+        ValueError: as `write_form` and `layer_numbers` do.
+        OSError: if the folder can't be written.
+    """
+    named = dict(zip(layer_numbers(names), maps, strict=True))
+    texts = [write_form(form, named, hidden_layers or max(named) + 1) for form in FORMS]
+    folder.mkdir(exist_ok=True)
+    for name, text in texts:
+        with whole_file(folder / name, private=False) as file:
+            file.write_text(text, encoding="utf-8")
+    return [folder / name for name, _ in texts]
 
 
 def layer_numbers(names: Sequence[str]) -> list[int]:

@@ -15,6 +15,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from paceline.text import shortened
+from paceline.whole_file import whole_file
+
 Precision = Literal["bf16", "fp8", "fp4"]
 BYTES: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.5}
 """Bytes of a weight, scales not counted."""
@@ -169,8 +172,8 @@ def hardware_of(name: str) -> Hardware:
         if not isinstance(said, dict) or not set(said) <= known:
             raise ValueError(f"its fields are {', '.join(sorted(known))}")
         return Hardware(**said)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} holds no hardware: {error}.") from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} holds no hardware: {shortened(error, 200)}.") from None
 
 
 def save_hardware(hardware: Hardware, path: Path, more: dict[str, Any] | None = None) -> None:
@@ -191,7 +194,8 @@ def save_hardware(hardware: Hardware, path: Path, more: dict[str, Any] | None = 
     True
     """
     content = {"hardware": asdict(hardware), **(more or {})}
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    with whole_file(path, private=False) as file:
+        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def linked(hardware: Hardware, link: float | None, network: float | None) -> Hardware:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from paceline.analysis.cap_words import lost
 from paceline.analysis.cost import STAGES, LayerShape, layer_cost
 from paceline.analysis.expert_map import ExpertMap, Loads
 from paceline.analysis.hardware import Hardware
@@ -32,7 +33,7 @@ class Costs:
         balanced: [layers] seconds if all devices had the mean's work.
         bytes: [layers] bytes that all devices send.
         receive_bytes: [layers] most bytes that a device ever receives in a dispatch.
-        mass_lost: [layers] share of the gate mass dropped; None: unknown.
+        lost: [layers] share of the gate mass dropped; of the assignments, where it is unknown.
         dropped_share: over layers and batches.
         gate_mass_lost: likewise; None: unknown.
     """
@@ -42,7 +43,7 @@ class Costs:
     balanced: list[float] = field(default_factory=list)
     bytes: list[float] = field(default_factory=list)
     receive_bytes: list[float] = field(default_factory=list)
-    mass_lost: list[float | None] = field(default_factory=list)
+    lost: list[float] = field(default_factory=list)
     dropped_share: float = 0.0
     gate_mass_lost: float | None = None
 
@@ -131,7 +132,7 @@ def plan_costs(
             costs.balanced.append(float(cost.balanced.mean()))
             costs.bytes.append(float(cost.bytes.mean()))
             costs.receive_bytes.append(float(cost.busiest_bytes.max()))
-            costs.mass_lost.append(result["layers"][layer]["gate_mass_lost"])
+            costs.lost.append(lost(result["layers"][layer]))
             for stage in STAGES:
                 costs.stages[stage].append(float(cost.seconds[stage].mean()))
         costs.dropped_share = result["overall"]["dropped_share"]

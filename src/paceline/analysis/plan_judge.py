@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from paceline.analysis.cap_words import lost
 from paceline.analysis.expert_map import ExpertMap, replica_bytes
 from paceline.analysis.hardware import BYTES
 from paceline.analysis.placement_search import search_map
@@ -16,6 +17,7 @@ from paceline.analysis.traffic import Part, count_batches, pieces_of
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
 from paceline.traces import Trace
+from paceline.traces.bearing import keeps_of, pools_of
 
 Progress = Callable[[int, int, str], None]
 Chosen = Mapping[str, Mapping[float, list[CapacityPolicy]]]
@@ -38,7 +40,7 @@ class Fitted:
     copied: list[ExpertMap]
 
 
-def fitted(trace: Trace, part: Part, wanted: Wanted) -> Fitted:
+def fitted(trace: Trace, part: Part, wanted: Wanted, progress: Progress | None = None) -> Fitted:
     """The searched maps of some batches, to be judged on others.
 
     >>> from paceline.traces import sample
@@ -46,7 +48,7 @@ def fitted(trace: Trace, part: Part, wanted: Wanted) -> Fitted:
     >>> len(found.alone), found.copied
     (6, [])
     """
-    pieces = pieces_of(trace, part)
+    pieces = pieces_of(trace, part, progress)
     alone = [search_map(loads, wanted.shape(loads.shape[1], 0)) for loads in pieces]
     copies = pieces if wanted.replicas else []
     return Fitted(alone, [search_map(loads, wanted.shape(loads.shape[1])) for loads in copies])
@@ -82,18 +84,18 @@ def judged(trace: Trace, found: Fitted, chosen: Chosen, goal: Goal, steps: Steps
 def within(part: Mapping[str, Any], placement: str, most: float) -> float | None:
     """The largest budget whose caps lose at most so much on what they are judged on.
 
-    Caps that lost little where they were chosen may lose more elsewhere. None: none is within.
+    Caps that lost little where they were chosen may lose more elsewhere. Where gate mass is unknown
+    the share of the assignments is what they may lose. None: none is within.
 
-    >>> point = {"placement": "placed", "budget": 0.01, "gate_mass_lost": 0.02}
+    >>> point = {"placement": "placed", "budget": 0.01, "gate_mass_lost": None}
+    >>> point |= {"dropped_share": 0.02}
     >>> within({"frontier": [point]}, "placed", most=0.01) is None
     True
     """
     budgets = [
         point["budget"]
         for point in part["frontier"]
-        if point["placement"] == placement
-        and point["budget"] <= most
-        and (point["gate_mass_lost"] or 0.0) <= most
+        if point["placement"] == placement and point["budget"] <= most and lost(point) <= most
     ]
     return max(budgets, default=None)
 
@@ -146,18 +148,13 @@ def variants(
 def _variants(trace: Trace, policies: Sequence[CapacityPolicy]) -> dict[str, dict[str, Any]]:
     """What else the caps of a plan could say, as far as the trace tells what that needs."""
     caps = [policy for policy in policies if policy.caps]
-    first = next(iter(trace.chunks), None)
-    if not caps or first is None:
+    if not caps:
         return {}
-    told = {
-        "pool=request": first.request is not None,
-        "pool=source": first.source is not None,
-        "keep=weight": first.weights is not None,
-        "keep=first": True,
-    }
     possible: dict[str, dict[str, Any]] = {
-        name: dict([name.split("=")]) for name, known in told.items() if known
+        f"pool={pool}": {"pool": pool} for pool in pools_of(trace) if pool != "batch"
     }
+    keeps = keeps_of(trace)
+    possible |= {f"keep={k}": {"keep": k} for k in ("weight", "first") if k in keeps}
     possible["min_expert_load=0"] = {"min_expert_load": 0}
     return {
         name: change
@@ -190,16 +187,18 @@ def layer_plan(trace: Trace, maps: Sequence[ExpertMap], policies: Sequence[Capac
     >>> layer_plan(sample("gpt_oss_20b_decode"), [ExpertMap.contiguous(32, 8)] * 6, []).placements
     (8,)
     """
+    replicated = any(own.replicas for own in maps)
     contiguous = all(own.slots == tuple(range(own.num_experts)) for own in maps)
-    placements = (maps[0].num_devices,) if contiguous else tuple(own.placement for own in maps)
+    in_order = replicated or contiguous
     ks = {layer.k for layer in trace.header.layers}
     experts = {layer.experts for layer in trace.header.layers}
     return Plan(
         policies=tuple(policies[:1] if len(set(policies)) == 1 else policies),
-        placements=placements,
+        placements=(maps[0].num_devices,) if in_order else tuple(own.placement for own in maps),
         layers=len(maps),
         experts=experts.pop() if len(experts) == 1 else None,
         k=ks.pop() if len(ks) == 1 else None,
+        slots=tuple(own.slots for own in maps) if replicated else (),
     )
 
 

@@ -30,6 +30,7 @@ from paceline.analysis.traffic import Part, batches_of, count_batches, picked, s
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
 from paceline.traces import Trace
+from paceline.traces.bearing import check_bearing, keeps_of
 
 Progress = Callable[[int, int, str], None]
 
@@ -74,7 +75,8 @@ def make_plan(
     >>> said["decision"] in ("place", "place and cap")
     True
     """
-    _check(trace, goal)
+    for given in [trace] if judge is None else [trace, judge]:
+        _check(given, goal)
     cut = batches_of(trace, batch_tokens)
     batches = count_batches(cut)
     if batches < 2:
@@ -84,10 +86,10 @@ def make_plan(
         )
     half = batches // 2
     parts = 1 + bool(goal.wanted.replicas)
-    steps = Steps(progress, 3 + parts * (1 if judge is None else 2))
-    first = fitted(cut, Part(0, half), goal.wanted)
+    steps = Steps(progress, 5 + parts * (1 if judge is None else 2))
+    first = fitted(cut, Part(0, half), goal.wanted, steps.of("placing by half"))
     fit_trace = picked(cut, spread_over(Part(0, half), MAX_BATCHES))
-    options = _options(trace, goal)
+    options = _options(goal, trace if judge is None else judge, trace)
     chosen = {
         base: _choose(fit_trace, maps, options, goal, steps)
         for base, maps in (("in_order", in_order(first.alone)), ("placed", first.alone))
@@ -112,9 +114,8 @@ def make_plan(
         "other_trace": None,
     }
     deciding, seen, maps = result["second_half"], rest, first.alone
-    whole = fitted(cut, Part(0, batches), goal.wanted)
+    whole = fitted(cut, Part(0, batches), goal.wanted, steps.of("placing by all"))
     if judge is not None:
-        _check(judge, goal)
         other = batches_of(judge, batch_tokens)
         part = picked(other, spread_over(Part(0, count_batches(other)), MAX_BATCHES))
         result["other_trace"] = {
@@ -151,7 +152,7 @@ def _choose(
     plans = {str(i): layer_plan(trace, maps, [option]) for i, option in enumerate(options)}
     costs = plan_costs(trace, plans, goal.shape, goal.hardware, steps.of("choosing caps"))
     times = [costs[name].seconds for name in plans]
-    losses = [[loss or 0.0 for loss in costs[name].mass_lost] for name in plans]
+    losses = [costs[name].lost for name in plans]
     return {
         budget: [options[i] for i in allot(times, losses, budget)]
         for budget in {*BUDGETS, goal.max_mass_loss}
@@ -199,13 +200,12 @@ def allot(
     return at(high)
 
 
-def _options(trace: Trace, goal: Goal) -> list[CapacityPolicy]:
-    """What a layer may get; the first is no cap."""
-    header = trace.header
-    keep = "score" if header.scores_are_weights or header.content == "scores" else "weight"
+def _options(goal: Goal, *traces: Trace) -> list[CapacityPolicy]:
+    """What a layer may get, by what all the traces hold; the first is no cap."""
+    keep = next(k for k in keeps_of(traces[0]) if all(k in keeps_of(t) for t in traces))
     common: dict[str, Any] = {"keep": keep, "pool": goal.pool}
     caps = [("device", f) for f in DEVICE_FACTORS] + [("expert", f) for f in EXPERT_FACTORS]
-    return [
+    options = [
         _NONE,
         *(
             CapacityPolicy(
@@ -217,6 +217,9 @@ def _options(trace: Trace, goal: Goal) -> list[CapacityPolicy]:
             for unit, factor in caps
         ),
     ]
+    for trace in traces:
+        check_bearing(trace, options[-1], "the plan's caps")
+    return options
 
 
 def _check(trace: Trace, goal: Goal) -> None:

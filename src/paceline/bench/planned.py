@@ -34,6 +34,7 @@ def placement_of(plan: Plan, layer: int, shape: Shape, ranks: int | None) -> Exp
     Raises:
         ValueError: if the plan doesn't fit the layer or the ranks.
     """
+    plan.refuse_replicas()
     for name in ("experts", "k"):
         planned, found = getattr(plan, name), getattr(shape, name)
         if planned not in (None, found):
@@ -53,9 +54,8 @@ def placements_of(plan: Plan, experts: Sequence[int], ranks: int | None) -> list
     Raises:
         ValueError: if the plan doesn't fit the layers or the ranks.
     """
+    plan.check_layers(len(experts))
     given = plan.placements or (ranks or DEVICES,)
-    if len(given) not in (1, len(experts)):
-        raise ValueError(f"the plan places {len(given)} layers: the model has {len(experts)}.")
     return [
         _read(given[index % len(given)], count, ranks, index) for index, count in enumerate(experts)
     ]

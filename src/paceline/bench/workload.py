@@ -245,6 +245,8 @@ def _compared(
     """A policy as a benchmark means it."""
     if policy.compensate:
         raise ValueError(f"policy {text!r}: compensate is not timed here: leave it out.")
+    if policy.keep == "contribution":
+        raise ValueError(f"policy {text!r}: keep=contribution needs a calibration, none is here.")
     if not policy.caps or policy.mode != "enforce":
         raise ValueError(f'policy {text!r} caps nothing: use "none" for the layer without a cap.')
     if any_load and policy.min_expert_load == "auto" and policy.max_active is None:

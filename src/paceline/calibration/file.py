@@ -9,83 +9,31 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 
 from paceline.calibration.identity import LayerIdentity
+from paceline.calibration.layer import LayerCalibration, layer_from
+from paceline.placement import ExpertPlacement
+from paceline.plan import Plan
+from paceline.whole_file import whole_file
 
 FILE = "calibration.safetensors"
 """In the folder of a calibration."""
 
-SCHEMA = "paceline-calibration/1"
+SCHEMA = "paceline-calibration/2"
 _HEADER = "paceline"
-_LAYER_FIELDS = ("name", "k", "router", "experts", "ridge", "explained")
+
+COVERED = 0.5
+"""Share of the mean share explained below which a text is said not to be covered by the others."""
 
 
 class CalibrationError(ValueError):
     """A calibration that can't be read or doesn't fit a model: one sentence."""
-
-
-@dataclass(frozen=True, eq=False)
-class LayerCalibration:
-    """What was found of one MoE layer with E experts.
-
-    Attributes:
-        name: of the layer.
-        k: experts a token.
-        router: fingerprint of its weights.
-        experts: [E] fingerprints of theirs.
-        ridge: penalty of the stand-ins, relative to the mean variance of an input.
-        explained: share of the energy of the experts' outputs that stand-ins explain on rows that
-            they were not fitted to; 0 where there is none.
-        bias: [E, hidden] float32 mean outputs.
-        up: [E, hidden, rank] float32, zeros beyond an expert's own rank.
-        down: [E, rank, hidden] float32, likewise.
-        mean: [E, hidden] float32 mean inputs.
-        ranks: [E] int64 rank of each stand-in; 0: none.
-        loads: [texts, E] int64 rows of each text that were routed to each expert.
-        output_norm: [E] float32 mean norm of the outputs, 0 without rows.
-        explained_by_expert: [E] float32, as `explained`.
-    """
-
-    name: str
-    k: int
-    router: str
-    experts: tuple[str, ...]
-    ridge: float
-    explained: float
-    bias: Tensor
-    up: Tensor
-    down: Tensor
-    mean: Tensor
-    ranks: Tensor
-    loads: Tensor
-    output_norm: Tensor
-    explained_by_expert: Tensor
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Its tensors by name."""
-        return {name: getattr(self, name) for name in _TENSORS}
-
-
-_TENSORS: Mapping[str, tuple[torch.dtype, tuple[str, ...]]] = {
-    "bias": (torch.float32, ("experts", "hidden")),
-    "up": (torch.float32, ("experts", "hidden", "rank")),
-    "down": (torch.float32, ("experts", "rank", "hidden")),
-    "mean": (torch.float32, ("experts", "hidden")),
-    "ranks": (torch.int64, ("experts",)),
-    "loads": (torch.int64, ("texts", "experts")),
-    "output_norm": (torch.float32, ("experts",)),
-    "explained_by_expert": (torch.float32, ("experts",)),
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +89,49 @@ class Calibration:
                     f"{layer.name} differ; calibrate this model."
                 )
 
+    def warnings(self) -> list[str]:
+        """What a user should know before relying on it, a sentence each.
+
+        >>> Calibration("Mixtral", ("a",), (9,), "parts", ()).warnings()
+        ['With one text only, parts of it were left out: give several.']
+        """
+        if self.held_out == "parts":
+            return ["With one text only, parts of it were left out: give several."]
+        said = []
+        for index, name in enumerate(self.texts):
+            own = sum(layer.explained_by_text[index] for layer in self.layers)
+            mean = sum(layer.explained for layer in self.layers)
+            if own < COVERED * mean:
+                share = own / len(self.layers)
+                said.append(
+                    f"{name} is not covered by the other texts: what was fitted to them explains "
+                    f"{share:.0%} of it; give more text of each kind that the model will see."
+                )
+        return said
+
+    def plan(self, calibration: str | None = None) -> Plan:
+        """The placements that were searched with it, and where it is.
+
+        Args:
+            calibration: its folder, relative to the plan's file.
+
+        >>> Calibration("Mixtral", (), (), "texts", ()).plan().placements
+        ()
+        """
+        sizes, ks = ({getattr(x, n) for x in self.layers} for n in ("experts", "k"))
+        counts = {len(experts) for experts in sizes}
+        return Plan(
+            placements=tuple(
+                ExpertPlacement.explicit(layer.placement)
+                for layer in self.layers
+                if layer.placement
+            ),
+            layers=len(self.layers) or None,
+            experts=counts.pop() if len(counts) == 1 else None,
+            k=ks.pop() if len(ks) == 1 else None,
+            calibration=calibration,
+        )
+
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write the file into a folder, made if need be; whole or not at all, 0600.
 
@@ -158,22 +149,15 @@ class Calibration:
             "texts": list(self.texts),
             "tokens": list(self.tokens),
             "held_out": self.held_out,
-            "layers": [{f: getattr(layer, f) for f in _LAYER_FIELDS} for layer in self.layers],
+            "layers": [layer.fields() for layer in self.layers],
         }
         tensors = {
             f"{index}.{name}": tensor.contiguous()
             for index, layer in enumerate(self.layers)
             for name, tensor in layer.tensors().items()
         }
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{FILE}.")  # made 0600
-        os.close(handle)
-        try:
-            save_file(tensors, temporary, {_HEADER: json.dumps(header)})
-            os.chmod(temporary, 0o600)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        with whole_file(path) as file:
+            save_file(tensors, file, {_HEADER: json.dumps(header)})
         return path
 
     @classmethod
@@ -194,7 +178,7 @@ class Calibration:
             ) from None
         except OSError as error:
             raise CalibrationError(f"{path} can't be read: {error.strerror or error}.") from None
-        except (SafetensorError, KeyError, ValueError) as error:
+        except (SafetensorError, KeyError, ValueError, RecursionError) as error:
             raise CalibrationError(f"{path} is no calibration: {_line(error)}.") from None
         if not isinstance(header, dict) or header.get("schema") != SCHEMA:
             raise CalibrationError(f"{path} is no calibration of the form {SCHEMA}.")
@@ -205,37 +189,12 @@ class Calibration:
                 tokens=tuple(map(int, header["tokens"])),
                 held_out=str(header["held_out"]),
                 layers=tuple(
-                    _layer(fields, index, tensors, len(header["texts"]))
+                    layer_from(fields, index, tensors, len(header["texts"]))
                     for index, fields in enumerate(header["layers"])
                 ),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CalibrationError(f"{path} is damaged: {_line(error)}.") from None
-
-
-def _layer(
-    fields: Mapping[str, Any], index: int, tensors: Mapping[str, Tensor], texts: int
-) -> LayerCalibration:
-    own = {name: tensors[f"{index}.{name}"] for name in _TENSORS}
-    sizes = {"texts": texts, "experts": len(fields["experts"])}
-    for name, (dtype, shape) in _TENSORS.items():
-        tensor = own[name]
-        if tensor.dtype is not dtype or tensor.dim() != len(shape):
-            raise ValueError(f"{index}.{name} is {tensor.dtype} {list(tensor.shape)}")
-        for size, said in zip(tensor.shape, shape, strict=True):
-            if sizes.setdefault(said, size) != size:
-                raise ValueError(f"{index}.{name} has shape {list(tensor.shape)}")
-        if not bool(torch.isfinite(tensor).all()):
-            raise ValueError(f"{index}.{name} has values that are not finite")
-    return LayerCalibration(
-        name=str(fields["name"]),
-        k=int(fields["k"]),
-        router=str(fields["router"]),
-        experts=tuple(map(str, fields["experts"])),
-        ridge=float(fields["ridge"]),
-        explained=float(fields["explained"]),
-        **own,
-    )
 
 
 def _line(error: Exception) -> str:

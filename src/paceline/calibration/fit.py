@@ -3,6 +3,9 @@
 Reduced-rank ridge regression (Mukherjee and Zhu, Statistical Analysis and Data Mining 2011): of
 all maps of at most that rank, the one with the least squared error plus ridge penalty. Every row
 counts alike: weighting by combine weights is worse, as a cap drops assignments of low weight.
+
+One Cholesky factor a ridge, and subspace iteration (Halko, Martinsson and Tropp, SIAM Review 2011)
+for the directions: no eigenvalue decomposition of a [hidden, hidden] matrix.
 """
 
 from __future__ import annotations
@@ -12,14 +15,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.calibration.moments import Moments
 from paceline.numbers import check_count
 
 ROWS_PER_RANK = 8
 """Rows an expert must have for every rank of its stand-in."""
 
-_SMALLEST = 1e-12  # of the largest variance of the inputs; below it a direction says nothing
+_SMALLEST = 1e-12  # of the largest energy of a direction; below it, it says nothing
 
 _ROUNDING = 1e-14  # relative error of a mean: what is left of equal values is none of theirs
+
+_ITERATIONS, _SPARE = 4, 16  # of the subspace; directions beyond the rank that it has at least
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +35,9 @@ class StandInFit:
     Attributes:
         bias: [hidden] mean output.
         up: [hidden, rank].
-        down: [rank, hidden].
+        down: [rank, hidden], scaled so that what it gives for the rows it was fitted to has
+            variance 1 in every direction, and no two directions vary together: how far other rows
+            are from these is then the length of what it gives for them (Mahalanobis).
         mean: [hidden] mean input.
     """
 
@@ -48,71 +56,51 @@ class StandInFit:
         return self.bias + (x - self.mean) @ self.down.T @ self.up.T
 
 
-class Regression:
-    """Rows of one expert, decomposed once, so that every ridge and rank is cheap.
+def fit(seen: Moments, rank: int, ridge: float) -> StandInFit:
+    """The stand-in of at most this rank.
 
     Args:
-        x: [rows, hidden] inputs.
-        y: [rows, hidden] outputs. Rows with a value that isn't finite are left out.
+        seen: rows of an expert.
+        rank: allowed; of few rows it is smaller: one for each `ROWS_PER_RANK` rows, and 0, no
+            stand-in at all, where there are not even so many.
+        ridge: penalty, relative to the mean variance of an input.
 
     Raises:
-        ValueError: if the shapes differ.
+        ValueError: if the rank isn't a whole number >= 1, or the ridge not positive.
 
-    >>> x = torch.arange(32.0).view(16, 2) ** 2
-    >>> Regression(x, 3 * x + 1).fit(rank=2, ridge=0)(x[:1]).round().tolist()
+    >>> x = torch.arange(32.0, dtype=torch.float64).view(16, 2) ** 2
+    >>> fit(Moments.of(x, 3 * x + 1), rank=2, ridge=1e-9)(x[:1]).round().tolist()
     [[1.0, 4.0]]
     """
+    check_count("rank", rank)
+    if not 0 < ridge < float("inf"):
+        raise ValueError(f"ridge={ridge!r} is not allowed: it is a finite number > 0.")
+    hidden = len(seen.mean)
+    rank = min(rank, seen.rows // ROWS_PER_RANK, hidden)
+    if rank == 0 or _constant(float(seen.xx.trace()), seen.mean, seen.rows):
+        return none(hidden)
+    penalized = seen.xx.clone()
+    penalized.diagonal().add_(ridge * float(seen.xx.trace()) / hidden)
+    factor = torch.linalg.cholesky(penalized)
 
-    def __init__(self, x: Tensor, y: Tensor) -> None:
-        if x.dim() != 2 or x.shape != y.shape:
-            raise ValueError(
-                f"x has shape {list(x.shape)}, y {list(y.shape)}: allowed is [rows, hidden], twice."
-            )
-        finite = torch.isfinite(x).all(1) & torch.isfinite(y).all(1)
-        x, y = x[finite].double(), y[finite].double()
-        self.rows, self.hidden = x.shape
-        if self.rows == 0:
-            return
-        self._mean, self._bias = x.mean(0), y.mean(0)
-        rounding_x, rounding_y = ((_ROUNDING * t).square().sum() for t in (x, y))
-        x, y = x - self._mean, y - self._bias
-        # x = P diag(d) Q', by the smaller of the two Gram matrices
-        wide = self.rows < self.hidden
-        variance, vectors = torch.linalg.eigh(x @ x.T if wide else x.T @ x)
-        some = variance > torch.maximum(variance.amax() * _SMALLEST, rounding_x)
-        self._variance, vectors = variance[some], vectors[:, some]
-        d = self._variance.sqrt()
-        self._rounding = rounding_y
-        self._q = x.T @ vectors / d if wide else vectors
-        self._c = (vectors.T @ y) if wide else (vectors.T @ (x.T @ y)) / d.unsqueeze(1)
+    def explained(directions: Tensor) -> Tensor:
+        """xy' (xx + penalty)^-1 xy, whose leading eigenvectors are the outputs' directions."""
+        return seen.xy.T @ torch.cholesky_solve(seen.xy @ directions, factor)
 
-    def fit(self, rank: int, ridge: float) -> StandInFit:
-        """The stand-in of at most this rank.
-
-        Args:
-            rank: allowed; of few rows it is smaller: one for each `ROWS_PER_RANK` rows, and 0,
-                no stand-in at all, where there are not even so many.
-            ridge: penalty, relative to the mean variance of an input.
-
-        Raises:
-            ValueError: if the rank isn't a whole number >= 1, or the ridge negative.
-        """
-        check_count("rank", rank)
-        if not 0 <= ridge < float("inf"):
-            raise ValueError(f"ridge={ridge!r} is not allowed: it is a finite number >= 0.")
-        rank = min(rank, self.rows // ROWS_PER_RANK)
-        if rank == 0 or len(self._variance) == 0:
-            return none(self.hidden)
-        penalty = ridge * self._variance.sum() / self.hidden
-        shrunk = self._c * (self._variance / (self._variance + penalty)).sqrt().unsqueeze(1)
-        energy, directions = torch.linalg.eigh(shrunk.T @ shrunk)
-        some = energy[-rank:] > torch.maximum(energy[-1] * _SMALLEST, self._rounding)
-        up = directions[:, -rank:][:, some]
-        if up.shape[1] == 0:  # outputs that are all alike depend on nothing
-            return none(self.hidden)
-        gain = self._variance.sqrt() / (self._variance + penalty)
-        down = (self._q @ (gain.unsqueeze(1) * (self._c @ up))).T
-        return StandInFit(self._bias, up, down, self._mean)
+    random = torch.Generator().manual_seed(0)
+    width = min(hidden, max(2 * rank, rank + _SPARE))
+    block = torch.randn(hidden, width, generator=random, dtype=torch.float64).to(seen.xx)
+    for _ in range(_ITERATIONS):
+        block = torch.linalg.qr(explained(block)).Q
+    energy, turn = torch.linalg.eigh(block.T @ explained(block))
+    floor = max(float(energy[-1]) * _SMALLEST, _floor(seen.bias, seen.rows, seen.yy))
+    up = block @ turn[:, -rank:][:, energy[-rank:] > floor]
+    if up.shape[1] == 0:  # outputs that are all alike depend on nothing
+        return none(hidden)
+    down = torch.cholesky_solve(seen.xy @ up, factor).T
+    variance, axes = torch.linalg.eigh(down @ seen.xx @ down.T / seen.rows)
+    scale = variance.clamp(min=float(variance[-1]) * _SMALLEST).sqrt()
+    return StandInFit(seen.bias, up @ axes * scale, (axes / scale).T @ down, seen.mean)
 
 
 def none(hidden: int) -> StandInFit:
@@ -123,3 +111,12 @@ def none(hidden: int) -> StandInFit:
     """
     zeros = torch.zeros(hidden, dtype=torch.float64)
     return StandInFit(zeros, zeros.new_zeros(hidden, 0), zeros.new_zeros(0, hidden), zeros)
+
+
+def _floor(mean: Tensor, rows: int, spread: float) -> float:
+    """Energy that rounding of the means alone gives."""
+    return _ROUNDING**2 * (spread + rows * float(mean.square().sum()))
+
+
+def _constant(spread: float, mean: Tensor, rows: int) -> bool:
+    return spread <= _floor(mean, rows, spread)

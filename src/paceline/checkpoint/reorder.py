@@ -231,7 +231,10 @@ def _copy_beside(checkpoint: Checkpoint, made: Path, new_name: Mapping[str, str]
         if file.name in checkpoint.shards or not file.is_file():
             continue
         if file.name.endswith(".safetensors.index.json"):
-            index = json.loads(file.read_text(encoding="utf-8"))
+            try:
+                index = dict(json.loads(file.read_text(encoding="utf-8")))
+            except (ValueError, TypeError, RecursionError):
+                raise ValueError(f"{file} is no index of a checkpoint.") from None
             index["weight_map"] = {
                 new_name.get(name, name): shard
                 for shard, names in checkpoint.shards.items()

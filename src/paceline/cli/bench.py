@@ -16,6 +16,7 @@ import typer
 
 from paceline.cli.decided import PlacementFile, PlanFile, decided, most_devices, named
 from paceline.cli.errors import check_writable, guarded
+from paceline.cli.model_options import AsJson
 
 bench = typer.Typer(
     name="bench",
@@ -32,7 +33,6 @@ Policies = Annotated[
 ]
 Rounds = Annotated[int, typer.Option(min=1, help="Each round runs every policy once.")]
 Out = Annotated[Path | None, typer.Option(help="Write the results as JSON.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
 Plot = Annotated[Path | None, typer.Option(help="Write a plot as an HTML page.")]
 Devices = Annotated[
     int | None, typer.Option(min=1, help="Emulated devices (under torchrun: the ranks count).")

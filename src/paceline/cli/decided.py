@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from paceline.plan import Plan, PlanError
+from paceline.plan import Plan
+from paceline.plan_fields import PlanError
 
 PlanFile = Annotated[
     Path | None,

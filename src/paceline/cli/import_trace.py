@@ -13,7 +13,12 @@ from paceline.cli.errors import guarded
 
 @guarded
 def import_trace(
-    trace: options.TraceName,
+    trace: Annotated[
+        list[str],
+        typer.Argument(
+            help="Trace: a file or folder of any known format; several: the ranks of one run."
+        ),
+    ],
     out: Annotated[Path, typer.Option(help="Folder for the trace, to be made.")],
     experts: options.Experts = None,
     k: options.K = None,
@@ -27,22 +32,32 @@ def import_trace(
     Every verb that takes a trace reads such files as they are; a trace of its own is quicker to
     read, private, and says by itself what its file had to be told.
 
+    Several recordings are those of the ranks of one run: the tokens of ranks that saw their own
+    (data parallelism) come side by side, forward by forward, as a layer computes them; ranks that
+    all saw the same (tensor parallelism) count once.
+
     \b
     Examples:
+      paceline import rank0 rank1 rank2 rank3 --out trace
       paceline import completions.jsonl --model-config config.json --out trace
       paceline import expert_distribution_recorder_1764456001.0_0.pt --out trace
       paceline import expert_scores/law --experts 64 --k 6 --out trace
     """
+    from paceline.cli.progress import progress
     from paceline.traces import save_trace
+    from paceline.traces.merge import merged
 
-    read = options.read_trace(
-        trace, experts=experts, k=k, layers=layers, model_config=model_config,
-        world_size=world_size, physical=physical,
-    )  # fmt: skip
-    save_trace(read, out)
+    ranks = [
+        options.read_trace(
+            name, experts=experts, k=k, layers=layers, model_config=model_config,
+            world_size=world_size, physical=physical,
+        )
+        for name in trace
+    ]  # fmt: skip
+    read = ranks[0] if len(ranks) == 1 else merged(ranks)
+    with progress() as tell:
+        batches, tokens = save_trace(read, out, tell)
     header = read.header
-    batches = sum(chunk.batches for chunk in read.chunks)
-    tokens = sum(chunk.tokens for chunk in read.chunks)
     said = options.batches_said(
         {"batches": batches, "batches_are": header.batches, "batch_tokens": None}
     )

@@ -7,25 +7,16 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from paceline.cli import model_options
 from paceline.cli import trace_options as options
 from paceline.cli.decided import PlacementFile, PlanFile, decided, named
 from paceline.cli.errors import check_writable, guarded
 from paceline.cli.trace_loads import loads_of_trace
-
-
-class DTypeName(str, Enum):
-    """Choices of --dtype."""
-
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
 
 
 @guarded
@@ -33,10 +24,7 @@ def loads(
     model: Annotated[
         str, typer.Argument(help="Model folder, hub name, or: demo. Or a trace, or sample:NAME.")
     ],
-    text: Annotated[
-        list[str] | None,
-        typer.Option(help="Text file, UTF-8; may be repeated. With demo also the name of a text."),
-    ] = None,
+    text: model_options.Text = None,
     devices: Annotated[
         int | None, typer.Option(help="Devices that share the experts in order; 8 unless placed.")
     ] = None,
@@ -49,19 +37,13 @@ def loads(
     shadow: Annotated[
         bool, typer.Option("--shadow", help="Only count what the policy would drop.")
     ] = False,
-    tokens: Annotated[int, typer.Option(help="At most so many tokens in all.")] = 16384,
-    batch_size: Annotated[int, typer.Option(help="Sequences a batch.")] = 16,
-    sequence_length: Annotated[int, typer.Option(help="Tokens a sequence.")] = 256,
-    mix: Annotated[
-        bool, typer.Option("--mix", help="Mix the texts in every batch, not one text a batch.")
-    ] = False,
-    dtype: Annotated[
-        DTypeName, typer.Option(help="auto: float32 on a CPU, the model's own on CUDA.")
-    ] = DTypeName.auto,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
-    ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+    tokens: model_options.Tokens = 16384,
+    batch_size: model_options.BatchSize = 16,
+    sequence_length: model_options.SequenceLength = 256,
+    mix: model_options.Mix = False,
+    dtype: model_options.DType = model_options.DTypeName.auto,
+    trust_remote_code: model_options.TrustRemoteCode = False,
+    json: model_options.AsJson = False,
     html: Annotated[
         Path | None, typer.Option(help="Also write a page, readable by you only.")
     ] = None,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paceline.cli.errors import guarded
+from paceline.cli.model_options import AsJson
 from paceline.cli.trace_options import Experts, K, Layers, ModelConfig, TraceName, WorldSize
 
 if TYPE_CHECKING:
-    from paceline.analysis.expert_map import ExpertMap
     from paceline.traces import Trace
 
 
@@ -36,7 +36,9 @@ def place(
         int | None,
         typer.Option(help="Tokens of a batch to judge on. Default: the trace's forwards, or 1024."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Plan file to write.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Plan file to write; with replicas it holds the map.")
+    ] = None,
     maps: Annotated[
         Path | None,
         typer.Option(
@@ -51,7 +53,7 @@ def place(
     k: K = None,
     layers: Layers = None,
     world_size: WorldSize = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Search the placement whose busiest device has the fewest rows, batch after batch.
 
@@ -65,10 +67,12 @@ def place(
       paceline place sample:esft_v2lite_law --devices 8 --out plan.toml
       paceline place trace/ --judge other-trace/ --devices 8 --replicas 8 --model-config model/
     """
+    from paceline.analysis.expert_map_files import write_maps
     from paceline.analysis.hardware import BYTES
     from paceline.analysis.model_config import expert_groups, hidden_layers, layer_shape
     from paceline.analysis.placing import Wanted
     from paceline.analysis.placing import place as search
+    from paceline.analysis.plan_judge import layer_plan
     from paceline.cli.progress import progress
     from paceline.cli.trace_options import read_trace
 
@@ -104,46 +108,16 @@ def place(
         result["replica_gb_a_device"] = cost / 1e9
     result["plan"] = None if out is None else str(out)
     if out is not None:
-        _plan(found, given).save(out)
-    result["maps"] = [] if maps is None else _write_maps(found, given, layers, maps)
+        layer_plan(given, found, []).save(out)
+    names = [layer.name for layer in given.header.layers]
+    written = [] if maps is None else write_maps(found, names, layers, maps)
+    result["maps"] = [str(path) for path in written]
     if json:
         from paceline.reporting.files import to_json
 
         typer.echo(to_json(result | {"slots": [list(m.slots) for m in found]}), nl=False)
     else:
         _show(result)
-
-
-def _plan(found: Sequence[ExpertMap], trace: Trace) -> Any:
-    """The plan: each layer's placement; with replicas, that slots lie in order."""
-    from paceline.plan import Plan
-
-    ks = {layer.k for layer in trace.header.layers}
-    k = ks.pop() if len(ks) == 1 else None
-    if found[0].replicas:
-        return Plan(placements=(found[0].num_devices,), layers=len(found), k=k)
-    counts = {layer.num_experts for layer in found}
-    return Plan(
-        placements=tuple(layer.placement for layer in found),
-        layers=len(found),
-        experts=counts.pop() if len(counts) == 1 else None,
-        k=k,
-    )
-
-
-def _write_maps(
-    found: Sequence[ExpertMap], trace: Trace, hidden_layers: int | None, folder: Path
-) -> list[str]:
-    """Every form of the maps, one file each."""
-    from paceline.analysis.expert_map_files import FORMS, layer_numbers, write_form
-
-    numbers = layer_numbers([layer.name for layer in trace.header.layers])
-    named = dict(zip(numbers, found, strict=True))
-    texts = [write_form(form, named, hidden_layers or max(numbers) + 1) for form in FORMS]
-    folder.mkdir(exist_ok=True)
-    for name, text in texts:
-        (folder / name).write_text(text, encoding="utf-8")
-    return [str(folder / name) for name, _ in texts]
 
 
 _NAMES = {

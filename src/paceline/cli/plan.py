@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from paceline.cli.errors import guarded
+from paceline.cli.model_options import AsJson
 from paceline.cli.trace_options import TraceName
 
 
@@ -44,7 +45,7 @@ def plan(
         float | None, typer.Option(help="GB/s between devices, instead of the hardware's.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Plan file to write.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Is imbalance costing you anything, and what should you do: place, cap, both, or nothing?
 

@@ -10,16 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from paceline.cli import model_options
 from paceline.cli.errors import guarded
-
-
-class DTypeName(str, Enum):
-    """Choices of --dtype."""
-
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
 
 
 class ContentName(str, Enum):
@@ -32,12 +24,9 @@ class ContentName(str, Enum):
 
 @guarded
 def record(
-    model: Annotated[str, typer.Argument(help="Model folder, hub name, or: demo.")],
+    model: model_options.ModelName,
     out: Annotated[Path, typer.Option(help="Folder for the trace, to be made.")],
-    text: Annotated[
-        list[str] | None,
-        typer.Option(help="Text file, UTF-8, to run through; may be repeated. demo: also a name."),
-    ] = None,
+    text: model_options.Text = None,
     prompts: Annotated[
         Path | None,
         typer.Option(help="File of prompts to answer: one a line, or JSON lines with a prompt."),
@@ -46,21 +35,15 @@ def record(
         ContentName,
         typer.Option(help="counts reveal little; choices and scores, token by token, reveal text."),
     ] = ContentName.counts,
-    tokens: Annotated[int, typer.Option(help="With --text: at most so many in all.")] = 16384,
-    batch_size: Annotated[int, typer.Option(help="Sequences a batch.")] = 16,
-    sequence_length: Annotated[int, typer.Option(help="With --text: tokens a sequence.")] = 256,
-    mix: Annotated[
-        bool, typer.Option("--mix", help="Mix the texts in every batch, not one text a batch.")
-    ] = False,
+    tokens: model_options.Tokens = 16384,
+    batch_size: model_options.BatchSize = 16,
+    sequence_length: model_options.SequenceLength = 256,
+    mix: model_options.Mix = False,
     max_new_tokens: Annotated[
         int, typer.Option(help="With --prompts: tokens to generate for each.")
     ] = 64,
-    dtype: Annotated[
-        DTypeName, typer.Option(help="auto: float32 on a CPU, the model's own on CUDA.")
-    ] = DTypeName.auto,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
-    ] = False,
+    dtype: model_options.DType = model_options.DTypeName.auto,
+    trust_remote_code: model_options.TrustRemoteCode = False,
 ) -> None:
     """Record what every layer's router chooses while the model reads texts or answers prompts.
 
@@ -128,7 +111,7 @@ def read_prompts(path: Path) -> list[str]:
             continue
         try:
             row = json.loads(line) if line.lstrip().startswith("{") else line
-        except ValueError:
+        except (ValueError, RecursionError):
             row = line  # a prompt may begin so
         if isinstance(row, dict):
             row = row.get("prompt", row.get("text"))

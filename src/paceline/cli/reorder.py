@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from paceline.cli.errors import guarded
+from paceline.cli.model_options import AsJson
 
 _CHECK_BELOW = 4 << 30  # bytes of weights, which take twice that in float32
 
@@ -28,7 +29,7 @@ def reorder(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="With --check: run the model's own code.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Write a checkpoint again with its experts in the order of a plan's placements.
 

@@ -10,6 +10,7 @@ import typer
 
 from paceline.cli import trace_options as options
 from paceline.cli.errors import guarded
+from paceline.cli.model_options import AsJson
 
 if TYPE_CHECKING:
     from paceline.plan import Plan
@@ -41,7 +42,7 @@ def simulate(
     layers: options.Layers = None,
     model_config: options.ModelConfig = None,
     physical: options.Physical = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Route every batch of a trace under every policy and plan: what is dropped, what it gains.
 

@@ -10,6 +10,7 @@ from paceline.analysis.cap_words import IN_ORDER, PLACED, lost, way_of
 from paceline.reporting.figures import Figure, relative
 from paceline.reporting.load_map import load_map
 from paceline.reporting.style import ACCENT, AFTER, BEFORE, INK, MUTED, axis, layout
+from paceline.whole_file import whole_file
 
 FORMATS = ("svg", "png")
 _LOOKS = {  # told apart by marker and dash too, not by colour alone
@@ -100,9 +101,8 @@ def write_figures(
             except RuntimeError as error:
                 raise ValueError(f"no figure can be drawn: {error}") from None
             path = folder / f"{name}.{kind}"
-            path.touch(mode=0o600)
-            path.chmod(0o600)
-            path.write_bytes(drawn)
+            with whole_file(path) as file:
+                file.write_bytes(drawn)
             written.append(path)
     return written
 

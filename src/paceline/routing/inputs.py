@@ -43,6 +43,8 @@ class RoutingInputs:
         token_request: [tokens] any integer label of the request that a token belongs to.
         token_priority: [tokens] small integers, higher is kept first, clamped to [-128, 127].
         token_decode: [tokens] bool, True where a token is being generated (not prompt).
+        expert_norms: [experts] mean norm of what dropping an assignment of each expert leaves, for
+            keep="contribution".
         num_experts: experts of the layer, where neither scores nor a placement tell.
         layer: index of the layer; with `step` it varies keep="random".
         step: number of the forward, an int or a 0-d integer tensor on the tokens' device.
@@ -50,8 +52,10 @@ class RoutingInputs:
     Raises:
         ValueError: naming what has another type, dtype, shape or device than is allowed.
 
-    >>> RoutingInputs(torch.tensor([[1, 0]]), torch.tensor([[0.7, 0.3]]), num_experts=4).experts()
-    4
+    Examples:
+        >>> ids, weights = torch.tensor([[1, 0]]), torch.tensor([[0.7, 0.3]])
+        >>> RoutingInputs(ids, weights, num_experts=4).experts()
+        4
     """
 
     topk_ids: Tensor
@@ -63,6 +67,7 @@ class RoutingInputs:
     token_request: Tensor | None = None
     token_priority: Tensor | None = None
     token_decode: Tensor | None = None
+    expert_norms: Tensor | None = None
     num_experts: int | None = None
     layer: int = 0
     step: int | Tensor = 0
@@ -96,6 +101,11 @@ class RoutingInputs:
             _check("token_priority", self.token_priority, shape[:1], _INTEGERS, device)
         if self.token_decode is not None:
             _check("token_decode", self.token_decode, shape[:1], _FLAGS, device)
+        if self.expert_norms is not None:
+            _check("expert_norms", self.expert_norms, None, _FLOATS, device)
+            if self.expert_norms.dim() != 1:
+                said = list(self.expert_norms.shape)
+                raise ValueError(f"expert_norms has shape {said}: allowed is [experts].")
         if not (self.num_experts is None and type(self.layer) is type(self.step) is int):
             self._check_numbers()
 
@@ -131,6 +141,8 @@ class RoutingInputs:
             known["placement"] = placement.num_experts
         if self.scores is not None:
             known["scores"] = static(self.scores.shape[1])
+        if self.expert_norms is not None:
+            known["expert_norms"] = static(self.expert_norms.shape[0])
         if self.num_experts is not None:
             known["num_experts"] = self.num_experts
         if not known:

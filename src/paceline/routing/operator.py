@@ -39,6 +39,7 @@ def survivors_in_graph(budget: Budget) -> tuple[Survivors, Tensor, Tensor]:
         inputs.token_request,
         inputs.token_priority,
         inputs.token_decode,
+        inputs.expert_norms,
         step,
         inputs.layer,
         budget.policy.json_form,
@@ -60,6 +61,7 @@ def _cap(
     token_request: Tensor | None,
     token_priority: Tensor | None,
     token_decode: Tensor | None,
+    expert_norms: Tensor | None,
     step: Tensor,
     layer: int,
     policy: str,
@@ -77,6 +79,7 @@ def _cap(
         token_request,
         token_priority,
         token_decode,
+        expert_norms,
         layer=layer,
         step=step,
     )

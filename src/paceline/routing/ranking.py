@@ -26,9 +26,10 @@ def register_keep(name: str, ranking: KeepRanking) -> None:
     Raises:
         ValueError: if the name is built in or no identifier, or the ranking is no function.
 
-    >>> register_keep("heaviest", lambda inputs: inputs.topk_weights)
-    >>> CapacityPolicy(capacity_factor=1.25, keep="heaviest").keep
-    'heaviest'
+    Examples:
+        >>> register_keep("heaviest", lambda inputs: inputs.topk_weights)
+        >>> CapacityPolicy(capacity_factor=1.25, keep="heaviest").keep
+        'heaviest'
     """
     taken = (*KEEPS, *KEEP_ALIASES)
     if not isinstance(name, str) or name in taken or not name.isidentifier():
@@ -55,14 +56,16 @@ def ranking_key(
         [tokens, slots] int64 in [0, 2 ** 32), smaller is kept first.
 
     Raises:
-        ValueError: if the policy ranks by scores and there are none, or a registered ranking
-            is no [tokens, k] float tensor.
+        ValueError: if the policy ranks by scores or norms and there are none, or a registered
+            ranking is no [tokens, k] float tensor.
     """
     ids = candidates.ids
     if policy.keep == "score":
         return descending_key(require_scores(candidates.scores))
     if policy.keep == "weight":
         return descending_key(candidates.weights)
+    if policy.keep == "contribution":
+        return descending_key(contributions(candidates))
     if policy.keep == "first":
         return torch.zeros_like(ids, dtype=torch.int64)
     if policy.keep == "last":
@@ -93,3 +96,18 @@ def require_scores(scores: Tensor | None) -> Tensor:
             'keep="score" needs scores or topk_scores; keep="weight" ranks by the combine weights.'
         )
     return scores
+
+
+def contributions(candidates: Candidates) -> Tensor:
+    """[tokens, slots] float32 combine weights times the norms of their experts.
+
+    Raises:
+        ValueError: if the inputs have no norms.
+    """
+    norms = candidates.inputs.expert_norms
+    if norms is None:
+        raise ValueError(
+            'keep="contribution" needs expert_norms, which a calibration of the model gives; '
+            'keep="weight" ranks by the combine weights.'
+        )
+    return candidates.weights.float() * norms.float()[candidates.safe_ids]

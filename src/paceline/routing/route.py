@@ -37,9 +37,11 @@ def route(
     Raises:
         ValueError: if the policy needs an input that is missing, or its cap can never bind.
 
-    >>> inputs = RoutingInputs(torch.tensor([[0], [0], [1]]), torch.ones(3, 1), num_experts=2)
-    >>> route(inputs, CapacityPolicy(gamma=0.6, keep="first", min_expert_load=0)).topk_ids.tolist()
-    [[0], [2], [1]]
+    Examples:
+        >>> inputs = RoutingInputs(torch.tensor([[0], [0], [1]]), torch.ones(3, 1), num_experts=2)
+        >>> policy = CapacityPolicy(gamma=0.6, keep="first", min_expert_load=0)
+        >>> route(inputs, policy).topk_ids.tolist()
+        [[0], [2], [1]]
     """
     if not isinstance(inputs, RoutingInputs):
         raise _wrong("inputs", inputs, RoutingInputs)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.balance import straggler_loss
 from paceline.placement import ExpertPlacement
 from paceline.routing.assignment import Assignment, count_experts
+from paceline.routing.host_tally import Tally, tally
 from paceline.routing.inputs import expert_ids
-from paceline.routing.layer_stats import LayerStats
-
-__all__ = ["LayerStats", "LoadAccumulator"]
 
 _FLUSH_FORWARDS, _FLUSH_ROWS = 256, 1 << 16
 """Uncapped forwards are counted in bulk: a decode step then costs one list append."""
@@ -26,22 +26,65 @@ _PEAKS = ("device_before", "device_after", "expert_before", "expert_after")
 _SUMS = ("tokens", *_PEAKS, "mass", "mass_kept")
 
 
-class _Waiting(NamedTuple):
-    """A forward that is still to be counted.
+@dataclass(frozen=True)
+class LayerStats:
+    """What one layer's experts and devices had to do since statistics were last reset.
 
-    Attributes:
-        ids: [tokens, k] the model's choice.
-        valid: [tokens] bool, or None: every token.
-        bounded: [tokens, k] what was left of it; None: all.
-        weights: [tokens, k] of the choice; None where nothing was routed.
-        narrowed: [1] bool, whether max_active ruled; None: no.
+    Loads are assignments (token, expert) summed over forwards; "before" is the model's own choice,
+    "after" what remains with the policy (in shadow mode: would remain). A peak-to-mean is the load
+    of the busiest unit over the mean before, T k / E an expert and T k / D a device for T valid
+    tokens and D devices, empty ones too: a layer ends when the device with the most rows does,
+    however many experts it hosts. Over forwards it is their mean weighted with tokens (which is the
+    ratio of the time spent to the time a perfect balance would take); `worst_` is the max over
+    forwards. `straggler_loss` is 1 - 1 / peak-to-mean of the devices. `gate_mass_kept` is over the
+    forwards that were routed by a policy, the only ones whose scores were looked at.
+    `min_expert_load` is the mean load of an expert below which nothing is capped, as the policy in
+    force resolves it for the layer; None where none is in force. `stand_in_distance` is how far
+    inputs of dropped assignments were from those of the calibration: the mean squared distance in
+    the directions that their stand-ins look at, in units of the variance there: about 1 on text
+    like the calibration's; None where no stand-in was used.
+
+    `capped_forwards` are those that a cap ruled, of which `narrowed_forwards` are those that
+    max_active did. `active_experts` is how many experts of each device got any token, a mean over
+    all forwards, and `most_active_experts` that of each forward's device with the most: what a
+    device reads where weights dominate. `tokens_without_expert` lost all their assignments.
     """
 
-    ids: Tensor
-    valid: Tensor | None
-    bounded: Tensor | None = None
-    weights: Tensor | None = None
-    narrowed: Tensor | None = None
+    name: str
+    forwards: int
+    capped_forwards: int
+    narrowed_forwards: int
+    min_expert_load: float | None
+    tokens: int
+    assignments: int
+    dropped: int
+    extras: int
+    tokens_without_expert: int
+    dropped_share: float
+    gate_mass_kept: float
+    expert_loads_before: list[int]
+    expert_loads_after: list[int]
+    device_loads_before: list[int]
+    device_loads_after: list[int]
+    device_peak_to_mean_before: float
+    device_peak_to_mean_after: float
+    expert_peak_to_mean_before: float
+    expert_peak_to_mean_after: float
+    worst_device_peak_to_mean_before: float
+    worst_device_peak_to_mean_after: float
+    worst_expert_peak_to_mean_before: float
+    worst_expert_peak_to_mean_after: float
+    straggler_loss_before: float
+    straggler_loss_after: float
+    active_experts_before: list[float]
+    active_experts_after: list[float]
+    most_active_experts_before: float
+    most_active_experts_after: float
+    stand_in_distance: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return asdict(self)
 
 
 class LoadAccumulator:
@@ -76,19 +119,21 @@ class LoadAccumulator:
             self._loads = torch.zeros((2, experts), dtype=torch.int64, device=device)
             self._counts = torch.zeros(len(_COUNTS), dtype=torch.int64, device=device)
             self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
+            self._distance = torch.zeros(2, dtype=torch.float64, device=device)  # sum, of how many
             self._worst = torch.zeros(len(_PEAKS), dtype=torch.float64, device=device)
             devices = self.placement.num_devices  # and the device with the most, in each forward
             self._active = torch.zeros((2, devices + 1), dtype=torch.int64, device=device)
-            self._pending: list[_Waiting] = []
+            self._pending: list[tuple[Tensor, Tensor | None]] = []
             self._pending_rows = 0
+            self._tallied: list[Tally] = []  # of routed forwards, on a CPU
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy starts with: counts of its own, all of one moment."""
         with self._lock, torch.inference_mode(False):
             state = {name: value for name, value in vars(self).items() if name != "_lock"}
-            for name in ("_loads", "_counts", "_sums", "_worst", "_active"):
+            for name in ("_loads", "_counts", "_sums", "_worst", "_active", "_distance"):
                 state[name] = state[name].clone()
-            state["_pending"] = list(self._pending)
+            state["_pending"], state["_tallied"] = list(self._pending), list(self._tallied)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -106,24 +151,21 @@ class LoadAccumulator:
         if torch.compiler.is_compiling():
             self._count_one(topk_ids, valid)  # a growing list would recompile at every forward
             return
-        self._wait(_Waiting(topk_ids, valid))
-
-    def _wait(self, forward: _Waiting) -> None:
         with self._lock:
-            self._pending.append(forward)
-            self._pending_rows += forward.ids.shape[0]
+            self._pending.append((topk_ids, valid))
+            self._pending_rows += topk_ids.shape[0]
             if len(self._pending) >= _FLUSH_FORWARDS or self._pending_rows >= _FLUSH_ROWS:
                 self._flush()
 
     def add(self, assignment: Assignment) -> None:
-        """Count a forward that was routed (enforced or in shadow); its tensors must not change."""
-        inputs, policy = assignment.budget.inputs, assignment.budget.policy
-        scored = inputs.scores is not None or inputs.topk_scores is not None
-        if policy.capacity_factor is None and not scored and not torch.compiler.is_compiling():
-            # max_active alone, of which decode is made: as cheap as one that is only observed
-            bounded, narrowed = assignment.bounded_ids, assignment.narrowed
-            ids, weights = inputs.topk_ids, inputs.topk_weights.detach()
-            self._wait(_Waiting(ids, inputs.valid, bounded, weights, narrowed))
+        """Count a forward that was routed (enforced or in shadow)."""
+        on_host = self._device.type == "cpu" and type(assignment.bounded_ids) is Tensor
+        if on_host and not torch.compiler.is_compiling():
+            counted = tally(assignment)
+            with self._lock:
+                self._tallied.append(counted)
+                if len(self._tallied) >= _FLUSH_FORWARDS:
+                    self._flush()
             return
         before = assignment.expert_loads_before
         after = assignment.expert_loads_after
@@ -149,6 +191,20 @@ class LoadAccumulator:
         with self._lock:
             self._tally(before[None], after[None], tokens[None], counts, mass)
 
+    def add_distance(self, distance: Tensor, assignments: Tensor) -> None:
+        """Count how far the inputs of stand-ins were from those of the calibration.
+
+        Args:
+            distance: 0-d sum of squared distances.
+            assignments: 0-d, of how many.
+        """
+        told = torch.stack([distance.double(), assignments.double()]).to(self._device)
+        if torch.compiler.is_compiling():
+            self._distance += told
+            return
+        with self._lock:
+            self._distance += told
+
     def result(self) -> LayerStats:
         """The statistics so far (this waits for the device)."""
         with self._lock:
@@ -158,6 +214,7 @@ class LoadAccumulator:
             worst = dict(zip(_PEAKS, self._worst.tolist(), strict=True))
             before, after = self._loads.clone()
             active = (self._active.double() / max(1, counts["forwards"])).tolist()
+            distance, compensated = self._distance.tolist()
 
         def peak(name: str) -> float:
             """Time-weighted mean over forwards; without tokens nothing waits."""
@@ -195,6 +252,7 @@ class LoadAccumulator:
             active_experts_after=active[1][:-1],
             most_active_experts_before=active[0][-1],
             most_active_experts_after=active[1][-1],
+            stand_in_distance=distance / compensated if compensated else None,
         )
 
     def _flush(self) -> None:
@@ -202,6 +260,17 @@ class LoadAccumulator:
         if self._pending:
             pending, self._pending, self._pending_rows = self._pending, [], 0
             self._count(pending)
+        if self._tallied:
+            tallied, self._tallied = self._tallied, []
+            before, after, counts, mass = zip(*tallied, strict=True)
+            counted = torch.tensor(counts)
+            self._tally(
+                torch.from_numpy(np.stack(before)),
+                torch.from_numpy(np.stack(after)),
+                counted[:, _COUNTS.index("tokens")],
+                counted.sum(0),
+                torch.tensor(mass, dtype=torch.float64).sum(0),
+            )
 
     def _count_one(self, ids: Tensor, valid: Tensor | None) -> None:
         """Count a forward of a number of tokens that a compiler takes as any number."""
@@ -210,20 +279,21 @@ class LoadAccumulator:
         loads = count_experts(ids, counted, self.placement.num_experts)[None]
         tokens = torch.ones_like(ids[:, :1]) if counted is None else counted
         tokens = tokens.long().sum().reshape(1)
-        counts = self._counts_of(forwards=1, tokens=tokens.sum())
-        self._tally(loads, loads, tokens, counts, torch.zeros_like(self._sums[:2]))
+        self._tally(
+            loads, loads, tokens, self._counts_of(1, tokens), torch.zeros_like(self._sums[:2])
+        )
 
-    def _counts_of(self, **known: Tensor | int) -> Tensor:
-        """[counts] of some forwards, those not `known` 0."""
+    def _counts_of(self, forwards: int, tokens: Tensor) -> Tensor:
+        """[counts] of forwards that nothing was done to, with [forwards] tokens."""
         counts = torch.zeros_like(self._counts)
-        for name, value in known.items():
-            counts[_COUNTS.index(name)] = value
+        counts[_COUNTS.index("forwards")] = forwards
+        counts[_COUNTS.index("tokens")] = tokens.sum()
         return counts
 
-    def _count(self, pending: list[_Waiting]) -> None:
+    def _count(self, pending: list[tuple[Tensor, Tensor | None]]) -> None:
         """Count some forwards, all in one pass of [forwards, experts] tables."""
         experts, forwards = self.placement.num_experts, len(pending)
-        rows = [waiting.ids.shape[0] for waiting in pending]
+        rows = [ids.shape[0] for ids, _ in pending]
         forward = torch.arange(forwards, device=self._device)  # of each row, below
         if len(set(rows)) == 1:
             tokens = torch.full_like(forward, rows[0])
@@ -232,48 +302,23 @@ class LoadAccumulator:
             pinned = self._device.type == "cuda"
             tokens = torch.tensor(rows, pin_memory=pinned).to(self._device, non_blocking=True)
             forward = forward.repeat_interleave(tokens, output_size=sum(rows))
-        ids = torch.cat([waiting.ids for waiting in pending]).to(self._device, torch.int64)
+        ids = torch.cat([ids for ids, _ in pending]).to(self._device, torch.int64)
         counted = (ids >= 0) & (ids < experts)
-        if any(waiting.valid is not None for waiting in pending):
+        if any(valid is not None for _, valid in pending):
             valid = torch.cat(
                 [
                     torch.ones(n, dtype=torch.bool, device=ids.device) if valid is None else valid
-                    for n, (_, valid, *_) in zip(rows, pending, strict=True)
+                    for n, (ids, valid) in zip(rows, pending, strict=True)
                 ]
             ).to(self._device)
             counted &= valid.unsqueeze(1)
             tokens = torch.zeros_like(tokens).scatter_add(0, forward, valid.long())
-        start = (forward * experts).unsqueeze(1)
-
-        def loads_of(ids: Tensor, counted: Tensor) -> Tensor:
-            bins = torch.where(counted, ids + start, forwards * experts).flatten()
-            loads = torch.zeros(forwards * experts + 1, dtype=torch.int64, device=self._device)
-            return loads.scatter_add(0, bins, torch.ones_like(bins))[:-1].view(forwards, experts)
-
-        before = after = loads_of(ids, counted)
-        known: dict[str, Tensor | int] = {"forwards": forwards, "tokens": tokens.sum()}
-        mass = torch.zeros_like(self._sums[:2])
-        if any(waiting.bounded is not None for waiting in pending):
-            bounded = torch.cat(
-                [w.ids.long() if w.bounded is None else w.bounded for w in pending]
-            ).to(self._device)
-            kept = counted & (bounded >= 0) & (bounded < experts)
-            after = loads_of(bounded, kept)
-            rulings = [w.narrowed for w in pending if w.narrowed is not None]
-            known["narrowed"] = known["capped"] = torch.cat(rulings).sum().to(self._device)
-            known["dropped"] = counted.sum() - kept.sum()
-            known["tokens_without_expert"] = (counted.any(1) & ~kept.any(1)).sum()
-            weights = torch.cat(
-                [
-                    torch.zeros(w.ids.shape, dtype=torch.float64, device=w.ids.device)
-                    if w.weights is None
-                    else w.weights.double()
-                    for w in pending
-                ]
-            ).to(self._device)
-            weights = torch.where(counted, weights, 0).nan_to_num(nan=0.0)
-            mass = torch.stack([weights.sum(), torch.where(kept, weights, 0).sum()])
-        self._tally(before, after, tokens, self._counts_of(**known), mass)
+        bins = torch.where(counted, ids + (forward * experts).unsqueeze(1), forwards * experts)
+        loads = torch.zeros(forwards * experts + 1, dtype=torch.int64, device=self._device)
+        loads = loads.scatter_add(0, bins.flatten(), torch.ones_like(bins).flatten())
+        loads = loads[:-1].view(forwards, experts)
+        counts = self._counts_of(forwards, tokens)
+        self._tally(loads, loads, tokens, counts, torch.zeros_like(self._sums[:2]))
 
     def _tally(
         self, before: Tensor, after: Tensor, tokens: Tensor, counts: Tensor, mass: Tensor

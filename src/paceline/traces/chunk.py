@@ -85,6 +85,19 @@ class Chunk:
                 changed[name] = tensor[..., rows]
         return replace(self, starts=starts, **changed)
 
+    def part(self, first: int, end: int) -> Chunk:
+        """The batches `first` to `end` alone."""
+        starts = self.starts[first : end + 1]
+        if self.ids is not None:
+            return self.take(slice(int(starts[0]), int(starts[-1])), starts - starts[0])
+        assert self.counts is not None
+        return replace(
+            self,
+            starts=starts - starts[0],
+            counts=self.counts[first:end],
+            rows=None if self.rows is None else self.rows[first:end],
+        )
+
     def of_layers(self, layers: Tensor) -> Chunk:
         """Only the layers with these indices [layers] int64."""
         changed: dict[str, Tensor] = {}

@@ -16,6 +16,7 @@ import numpy as np
 from paceline.balance import straggler_loss
 from paceline.plan import Plan
 from paceline.routing import Assignment
+from paceline.traces.bearing import check_bearing
 from paceline.traces.tally import Given, Tally, gate_mass_lost, spread
 from paceline.traces.trace import Trace
 
@@ -72,10 +73,12 @@ def simulate(
         )
     if not plans:
         raise ValueError("plans={} is not allowed: name at least one.")
-    for plan in plans.values():
+    for name, plan in plans.items():
         plan.check_model(
             [layer.experts for layer in header.layers], [layer.k or 1 for layer in header.layers]
         )
+        for policy in plan.policies:
+            check_bearing(trace, policy, f"plan {name!r}")
     tallies = {
         name: [Tally.of(layer, index, plan, name) for index, layer in enumerate(header.layers)]
         for name, plan in plans.items()

@@ -65,7 +65,7 @@ class Given:
         valid = np.ones(len(ids), bool) if inputs.valid is None else inputs.valid.numpy()
         offered = (ids >= 0) & (ids < experts) & valid[:, None]
         mass = None
-        if chunk.weights is not None or chunk.scores is not None:
+        if not (chunk.weights is None and chunk.topk_scores is None and chunk.scores is None):
             known = topk_candidates(inputs, experts)
             scores = known.weights if known.scores is None else known.scores
             mass = np.where(offered, np.nan_to_num(scores.double().numpy(), nan=0.0), 0.0)
@@ -120,9 +120,10 @@ class Tally:
     def add(self, given: Given, told: Callable[[int, Assignment], None] | None = None) -> None:
         """Count the batches of a chunk; `told` gets each batch's index and assignment."""
         experts = self.placement.num_experts
-        if self.policy.caps and self.policy.keep == "weight" and given.mass is None:
+        if self.policy.caps and self.policy.keep == "contribution":
             raise ValueError(
-                f'plan {self.name!r}: keep="weight" needs weights, which the trace doesn\'t hold.'
+                f'plan {self.name!r}: keep="contribution" needs norms of a calibration, which no '
+                "trace holds."
             )
         after, lost = given.loads.copy(), 0
         kept_mass = mass = 0.0 if given.mass is None else float(given.mass.sum())

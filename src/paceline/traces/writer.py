@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import secrets
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +21,7 @@ from paceline.traces.format import (
     chunk_name,
 )
 from paceline.traces.trace import Trace
+from paceline.whole_file import whole_file
 
 
 class TraceWriter:
@@ -80,7 +80,8 @@ class TraceWriter:
                 "batches must be smaller, or of choices instead of scores."
             )
         metadata = {CHUNK_KEY: self.header.identity, "chunk": str(self.chunks)}
-        self._put(chunk_name(self.chunks), lambda path: save_file(tensors, path, metadata))
+        with self._whole_file(chunk_name(self.chunks)) as file:
+            save_file(tensors, file, metadata)
         self.chunks += 1
 
     def describe(self, layers: Sequence[Layer]) -> None:
@@ -107,33 +108,32 @@ class TraceWriter:
 
     def _write_header(self) -> None:
         text = self.header.model_dump_json(indent=1) + "\n"
-        self._put(HEADER, lambda path: Path(path).write_text(text, encoding="utf-8"))
+        with self._whole_file(HEADER) as file:
+            file.write_text(text, encoding="utf-8")
 
-    def _put(self, name: str, write: Callable[[str], object]) -> None:
-        """Write a file under another name, wait for the disk, then give it its own."""
+    @contextmanager
+    def _whole_file(self, name: str) -> Iterator[Path]:
+        """`whole_file`, which says which disk doesn't take it."""
         try:
-            handle, temporary = tempfile.mkstemp(dir=self.folder, prefix=".", suffix=".part")
-            try:
-                write(temporary)  # mkstemp made it 0600, and so it stays
-                os.fsync(handle)
-                os.replace(temporary, self.folder / name)
-            except BaseException:
-                os.unlink(temporary)
-                raise
-            finally:
-                os.close(handle)
-            folder = os.open(self.folder, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            with whole_file(self.folder / name) as file:
+                yield file
         except OSError as error:
             reason = error.strerror or error
             raise TraceError(f"{self.folder / name} can't be written: {reason}.") from None
 
 
-def save_trace(trace: Trace, folder: Path) -> None:
+def save_trace(
+    trace: Trace, folder: Path, progress: Callable[[int, int, str], None] | None = None
+) -> tuple[int, int]:
     """Write a whole trace, an imported one for example, in Paceline's own format.
+
+    Args:
+        trace: to write.
+        folder: to be made.
+        progress: told chunks written, about how many in all, and batches so far.
+
+    Returns:
+        How many batches and tokens it has.
 
     Raises:
         TraceError: if the folder can't be written.
@@ -141,10 +141,17 @@ def save_trace(trace: Trace, folder: Path) -> None:
     >>> from pathlib import Path; from tempfile import TemporaryDirectory
     >>> from paceline.traces import open_trace, sample
     >>> with TemporaryDirectory() as folder:
-    ...     save_trace(sample("esft_v2lite_law"), Path(folder) / "copy")
+    ...     print(save_trace(sample("esft_v2lite_law"), Path(folder) / "copy"))
     ...     print(open_trace(Path(folder) / "copy").header.content)
+    (17, 4096)
     choices
     """
+    batches = tokens = 0
     with TraceWriter(folder, trace.header) as writer:
         for chunk in trace.chunks:
             writer.add(chunk)
+            batches, tokens = batches + chunk.batches, tokens + chunk.tokens
+            if progress is not None:
+                total = max(writer.chunks, len(trace.chunks))
+                progress(writer.chunks, total, f"{batches:,} batches")
+    return batches, tokens

@@ -1,6 +1,6 @@
 """The Hugging Face Transformers engine: `attach` a capacity policy to a model in memory."""
 
-from paceline.engines.sharing import SharedBudgetWarning
+from paceline.engines.sharing import SharedBudgetWarning, SharedCacheWarning
 from paceline.engines.transformers.attach import attach
 from paceline.engines.transformers.config import load_policy, save_policy
 from paceline.engines.transformers.handle import (
@@ -17,6 +17,7 @@ __all__ = [
     "ModelStats",
     "Pace",
     "SharedBudgetWarning",
+    "SharedCacheWarning",
     "UnknownTokensWarning",
     "attach",
     "load_policy",

@@ -6,12 +6,17 @@ is added to what the kept experts give.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from paceline.calibration.file import LayerCalibration
+from paceline.calibration.layer import LayerCalibration
+
+Tell = Callable[[Tensor, Tensor], None]
+"""Told the sum of squared distances of dropped inputs, and of how many, 0-d tensors."""
+
+_BUFFERS = ("_down", "_up", "_shift", "_bias", "_scale", "_local")
 
 
 class Compensation:
@@ -28,21 +33,43 @@ class Compensation:
     ) -> None:
         count = len(layer.experts)
         own = torch.arange(count) if experts is None else torch.tensor(experts, dtype=torch.int64)
-        up, down = layer.up[own], layer.down[own]
-        # bias + up (down (x - mean)) = up (down x) + constant
-        moved = (down.double() @ layer.mean[own].double().unsqueeze(2)).squeeze(2)
-        constant = layer.bias[own].double() - (up.double() @ moved.unsqueeze(2)).squeeze(2)
+        up, down = layer.up[own].float(), layer.down[own].float()
+        shift = (down.double() @ layer.mean[own].double().unsqueeze(2)).squeeze(2)
         local = torch.full((count + 1,), len(own), dtype=torch.int64)
         local[own] = torch.arange(len(own))
+        exact = torch.promote_types(like.dtype, torch.float32)
         with torch.inference_mode(False):
             self._down = down.to(like)  # [own, rank, hidden]
             self._up = up.transpose(1, 2).contiguous().to(like)  # [own, rank, hidden]
-            self._constant = constant.to(like)  # [own, hidden]
+            self._bias = layer.bias[own].to(like)  # [own, hidden]
+            self._shift = shift.to(like.device, exact)  # [own, rank] down times mean
+            ranks = layer.ranks[own]
+            scale = torch.where(ranks > 0, 1 / ranks, 0)
+            self._scale = scale.to(like.device, exact)  # [own] 1 / rank, 0 without a stand-in
             self._local = local.to(like.device)
+            norms = torch.stack([layer.output_norm, layer.residual_norm])
+            self._norms = _known(norms).to(like.device)
         self._own = len(own)
 
+    def norms(self, compensate: bool, device: torch.device) -> Tensor:
+        """[experts] mean norm of what dropping an assignment leaves, with stand-ins or without.
+
+        Args:
+            compensate: whether stand-ins are added.
+            device: of the tokens.
+        """
+        if self._norms.device != device:  # the model was moved
+            self._norms = self._norms.to(device)
+        return self._norms[int(compensate)]
+
     def __call__(
-        self, out: Tensor, hidden: Tensor, ids: Tensor, weights: Tensor, dropped: Tensor
+        self,
+        out: Tensor,
+        hidden: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        dropped: Tensor,
+        tell: Tell | None = None,
     ) -> Tensor:
         """`out` with what the stand-ins of dropped assignments give.
 
@@ -54,11 +81,13 @@ class Compensation:
             ids: [tokens, k] the model's own choice.
             weights: [tokens, k] its combine weights.
             dropped: [tokens, k] bool.
+            tell: told how far inputs are from those of the calibration: the squared distance in
+                the directions that a stand-in looks at, over its mean there, about 1 an input.
         """
         if self._own == 0:
             return out
         if self._local.device != ids.device:  # the model was moved
-            for name in ("_down", "_up", "_constant", "_local"):
+            for name in _BUFFERS:
                 setattr(self, name, getattr(self, name).to(ids.device))
         local = self._local[torch.where(dropped, ids.long(), -1)]
         x = hidden.reshape(-1, hidden.shape[-1])
@@ -66,21 +95,30 @@ class Compensation:
         static = x.is_cuda or torch.compiler.is_compiling()
         give = self._dense if static else self._grouped
         flat = out.reshape(-1, out.shape[-1])
-        return give(flat, x.to(self._down.dtype), local, weights).reshape(out.shape)
+        return give(flat, x.to(self._down.dtype), local, weights, tell).reshape(out.shape)
 
-    def _dense(self, out: Tensor, x: Tensor, local: Tensor, weights: Tensor) -> Tensor:
+    def _dense(
+        self, out: Tensor, x: Tensor, local: Tensor, weights: Tensor, tell: Tell | None
+    ) -> Tensor:
         """Every token times every stand-in, those of dropped assignments kept: no size is read."""
         tokens, rank = x.shape[0], self._down.shape[1]
-        lost = torch.zeros((tokens, self._own + 1), dtype=x.dtype, device=x.device)
-        lost = lost.scatter_add(1, local, weights.to(x.dtype))[:, : self._own]
-        inner = (x @ self._down.reshape(-1, x.shape[1]).T).view(tokens, self._own, rank)
-        share = lost.unsqueeze(2)
-        inner = torch.where(share != 0, inner * share, 0).flatten(1)
-        left = inner @ self._up.reshape(-1, x.shape[1]) + lost @ self._constant
+        lost = torch.zeros((tokens, self._own + 1), dtype=self._shift.dtype, device=x.device)
+        times = torch.zeros_like(lost).scatter_add(1, local, torch.ones_like(local).to(lost))
+        lost = lost.scatter_add(1, local, weights.to(lost.dtype))[:, : self._own]
+        times = times[:, : self._own]
+        seen = (x @ self._down.reshape(-1, x.shape[1]).T).view(tokens, self._own, rank)
+        seen = torch.where(times.unsqueeze(2) != 0, seen - self._shift, 0)
+        if tell is not None:
+            far = seen.square().sum(2) * self._scale
+            tell((far * times).sum(), (times * (self._scale > 0)).sum())
+        inner = (seen * lost.unsqueeze(2)).flatten(1).to(x.dtype)
+        left = inner @ self._up.reshape(-1, x.shape[1]) + lost.to(x.dtype) @ self._bias
         some = (local < self._own).any(1, keepdim=True)
         return torch.where(some, out + left.to(out.dtype), out)
 
-    def _grouped(self, out: Tensor, x: Tensor, local: Tensor, weights: Tensor) -> Tensor:
+    def _grouped(
+        self, out: Tensor, x: Tensor, local: Tensor, weights: Tensor, tell: Tell | None
+    ) -> Tensor:
         """The dropped assignments alone, expert by expert."""
         flat = local.flatten()
         pairs = (flat < self._own).nonzero().flatten()
@@ -88,18 +126,32 @@ class Compensation:
             return out
         pairs = pairs[flat[pairs].argsort(stable=True)]
         tokens = pairs // local.shape[1]
+        shares = weights.flatten()[pairs].to(self._shift.dtype).unsqueeze(1)
         counts = torch.bincount(flat[pairs], minlength=self._own).tolist()
-        left, start = [], 0
+        total = torch.zeros(out.shape, dtype=self._shift.dtype, device=out.device)
+        far = torch.zeros((), dtype=torch.float64)
+        start = 0
         for expert, count in enumerate(counts):
             if count == 0:
                 continue
             part = slice(start, start + count)
-            inner = x[tokens[part]] @ self._down[expert].T
-            left.append(torch.addmm(self._constant[expert], inner, self._up[expert]))
             start += count
-        shares = weights.flatten()[pairs].float().unsqueeze(1)
-        total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
-        total = total.index_add(0, tokens, torch.cat(left).float() * shares)
+            seen = x[tokens[part]] @ self._down[expert].T - self._shift[expert]
+            if tell is not None:
+                far += seen.square().sum() * self._scale[expert]
+            share = shares[part]
+            inner, constant = (seen * share).to(x.dtype), share.to(x.dtype) * self._bias[expert]
+            left = torch.addmm(constant, inner, self._up[expert])
+            total.index_add_(0, tokens[part], left.to(total.dtype))
+        if tell is not None:
+            tell(far, (self._scale[flat[pairs]] > 0).sum())
         some = torch.zeros(len(out), dtype=torch.bool, device=out.device)
         some[tokens] = True
         return torch.where(some.unsqueeze(1), out + total.to(out.dtype), out)
+
+
+def _known(norms: Tensor) -> Tensor:
+    """[2, experts] norms; an expert that had no rows gets the mean of those that had some."""
+    some = norms[0] > 0
+    mean = norms[:, some].mean(1, keepdim=True) if bool(some.any()) else torch.ones(2, 1)
+    return torch.where(some, norms, mean)

@@ -243,6 +243,7 @@ def route_together(
             token_source=torch.arange(len(sizes), device=flags.device).repeat_interleave(
                 torch.tensor(sizes, device=flags.device), output_size=sum(sizes)
             ),
+            expert_norms=inputs.expert_norms,
             num_experts=parallel.num_experts,
             layer=inputs.layer,
             step=inputs.step,

@@ -20,6 +20,7 @@ from paceline.engines.transformers.config import load_policy
 from paceline.engines.transformers.context import ForwardContext
 from paceline.engines.transformers.layer import AttachedLayer, ReplacedExperts
 from paceline.engines.transformers.running import Running, Watcher
+from paceline.numbers import check_count
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing.stats import LayerStats
@@ -272,6 +273,10 @@ class Pace:
         with torch.inference_mode(False):
             for layer in self._layers:
                 layer.loads.reset()
+
+    def number_forwards_from(self, number: int) -> None:
+        """Number the next forward; keep="random" draws by it, so that a run can be repeated."""
+        self._running.start_at(check_count("number", number, 0))
 
     # -- the way back -----------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from paceline.calibration.file import LayerCalibration
 from paceline.calibration.identity import LayerIdentity, of_experts, of_router
+from paceline.calibration.layer import LayerCalibration
 from paceline.engines.facts import Facts
 from paceline.engines.transformers.compensation import Compensation
 from paceline.engines.transformers.context import ForwardContext
@@ -234,6 +234,7 @@ class AttachedLayer:
                 ids=ids,
                 weights=weights,
                 dropped=assignment.dropped_slots,
+                tell=self.loads.add_distance,
             )
         return self._run_kept(hidden, ids, weights, assignment, leave)
 
@@ -292,7 +293,7 @@ class AttachedLayer:
         weights: Tensor,
         router: tuple[Tensor, Any] | None,
     ) -> RoutingInputs:
-        rows = ids.shape[0]
+        rows, policy = ids.shape[0], rule.policy
 
         def told(per_token: Tensor | None) -> Any:
             return context.rows_of(per_token, rows, self.name)
@@ -306,9 +307,18 @@ class AttachedLayer:
         if facts.source:
             devices = self.num_experts if self.placement is None else self.placement.num_devices
             source = told(context.source(devices))
-        modality = {m: told(t) for m, t in context.modality.items()} if facts.modality else {}
+        modality = context.modality_of(rows, self.name) if facts.modality else {}
+        if modality is None and policy.drop_first and policy.mode == "enforce":
+            raise RuntimeError(
+                f"layer {self.name}: which tokens are of an image is unknown in a forward on "
+                f'embeddings alone, which "{policy}" needs: give the forward input_ids or '
+                "mm_token_type_ids, or attach token_modality."
+            )
         if facts.position:
             position = told(context.position)
+        norms = None
+        if policy.keep == "contribution" and self.compensation is not None:
+            norms = self.compensation.norms(policy.compensate, ids.device)
         step = context.step
         return RoutingInputs(
             topk_ids=ids,
@@ -317,8 +327,9 @@ class AttachedLayer:
             valid=self._valid(context, rows),
             token_source=source,
             token_request=told(context.request) if facts.request else None,
-            token_priority=token_priorities(rule.policy, modality, position),
+            token_priority=token_priorities(policy, modality, position),
             token_decode=told(context.decode) if facts.decode else None,
+            expert_norms=norms,
             num_experts=self.num_experts,
             layer=self.index,
             step=step.to(ids.device) if isinstance(step, Tensor) else step,

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline.engines.facts import NO_FACTS, Facts
-from paceline.engines.sharing import shares_budget, warn_of_sharing
-from paceline.engines.transformers.arguments import parameter_names
+from paceline.engines.sharing import shares_budget, warn_of_shared_cache, warn_of_sharing
+from paceline.engines.transformers.arguments import cache_of, parameter_names
 from paceline.engines.transformers.context import ForwardContext
 from paceline.engines.transformers.forwards import StandIn, Switch, named_arguments, stand_in
 from paceline.engines.transformers.generation import Generation, GenerationWatch
 from paceline.engines.transformers.labels import UserLabels
+from paceline.engines.transformers.modality import MODALITY_OF_TYPE
 from paceline.engines.transformers.nested import arguments_inside
 from paceline.engines.transformers.rules import LayerRule
 from paceline.routing import Assignment, RoutingInputs
@@ -82,8 +83,8 @@ class Running:
         with torch.inference_mode(False):
             self.step = torch.tensor(-1)
         self.before_forward: tuple[Callable[[], None], ...] = ()
-        self._routes = self._counts_past = self._counts_steps = False
-        self._warned_of_sharing = self._warned_of_unknown = False
+        self._routes = self._enforces = self._counts_past = self._counts_steps = False
+        self._warned_of_sharing = self._warned_of_cache = self._warned_of_unknown = False
         self._watched_modules = 0
         self._of_this_process()
 
@@ -119,6 +120,7 @@ class Running:
         self._counts_past = any(p.phase == "prefill" or p.protect_first for p in policies)
         self._counts_steps = any(rule.facts.step for rule in rules)
         self._shared = next((p for p in policies if shares_budget(p)), None)
+        self._enforces = any(p.caps and p.mode == "enforce" for p in policies)
         self._routes = bool(policies)
         self.rules = tuple(rules)
 
@@ -190,9 +192,17 @@ class Running:
             return context
         if self._counts_steps:
             context.step = self._next_step()
-        if not self._warned_of_sharing and not torch.compiler.is_compiling():
-            self._warn_of_sharing(context)
+        if not torch.compiler.is_compiling():
+            if not self._warned_of_sharing:
+                self._warn_of_sharing(context)
+            if self._enforces and not self._warned_of_cache:
+                self._warn_of_cache(arguments)
         return context
+
+    def start_at(self, step: int) -> None:
+        """The next forward gets this number."""
+        with self._lock, torch.inference_mode(False):
+            self.step.fill_(step - 1)
 
     def _next_step(self) -> Tensor:
         if torch.compiler.is_compiling():
@@ -206,6 +216,13 @@ class Running:
         if self._shared is not None and requests > 1:
             self._warned_of_sharing = True
             warn_of_sharing(self._shared, requests, stacklevel=4)
+
+    def _warn_of_cache(self, arguments: dict[str, Any]) -> None:
+        """Say once that cached prefixes which requests share tell of what followed them."""
+        if getattr(cache_of(arguments), "use_prefix_sharing", False):  # continuous batching
+            self._warned_of_cache = True
+            remedy = "say allow_block_sharing=False in ContinuousBatchingConfig"
+            warn_of_shared_cache(remedy, stacklevel=4)
 
     def _check_reached(self, router: dict[str, tuple[Tensor, Any]]) -> None:
         """A router that chose experts which nobody ran here means a layer out of reach.
@@ -236,9 +253,15 @@ class Running:
         rules = self.rules if outer is None else outer.rules
         rule: LayerRule = rules[index]
         facts = rule.facts
-        said = {"source": labels.source, "request": labels.request, "decode": labels.decode}
+        tower = None if outer is None else outer.tower
+        said = {
+            "source": labels.source,
+            "request": labels.request,
+            "decode": tower or labels.decode,  # what a tower reads is never generated
+            "modality": tower or labels.modality,
+            "position": None,
+        }
         missing = [n for n, given in said.items() if getattr(facts, n) and given is None]
-        missing += [name for name in ("position", "modality") if getattr(facts, name)]
         outside = outer is None or outer.is_masked
         if labels.valid is None and outside:
             missing.insert(0, "valid")
@@ -247,10 +270,11 @@ class Running:
             raise RuntimeError(
                 f"layer {layer} ran outside a forward of the attached model that tells its tokens, "
                 f"so their {names.get(missing[0], missing[0])} is unknown, which "
-                f'"{rule.policy}" needs: say it with token_valid, token_request, token_source or '
-                "token_decode of attach."
+                f'"{rule.policy}" needs: say it with token_valid, token_request, token_source, '
+                "token_decode or token_modality of attach."
             )
-        if labels.valid is None and not self._warned_of_unknown:
+        all_real = tower is not None and not outside
+        if labels.valid is None and not all_real and not self._warned_of_unknown:
             self._warned_of_unknown = True
             warnings.warn(
                 f"layer {layer} ran outside a forward of the attached model that tells its tokens: "
@@ -260,7 +284,10 @@ class Running:
                 stacklevel=4,
             )
         ids = torch.empty((1, rows), dtype=torch.int64, device=device)
-        context = ForwardContext({"input_ids": ids}, None, labels, counts_past=False)
+        arguments = {"input_ids": ids}
+        if tower is not None:
+            arguments["mm_token_type_ids"] = torch.full_like(ids, MODALITY_OF_TYPE[tower])
+        context = ForwardContext(arguments, None, labels, counts_past=False)
         context.rules = rules
         context.watchers = self.watchers if outer is None else outer.watchers
         return context

@@ -16,7 +16,7 @@ from paceline.routing.capacity import MAX_TOKENS, small_ratio
 from paceline.routing.constants import table
 from paceline.routing.kernels import plain
 from paceline.routing.kernels import triton_kernels as kernels
-from paceline.routing.ranking import ranking_key, require_scores
+from paceline.routing.ranking import contributions, ranking_key, require_scores
 from paceline.routing.survivors import Survivors
 
 expanded, on_host = plain.expanded, False
@@ -126,6 +126,8 @@ def _metric(budget: Budget, candidates: Candidates) -> tuple[Tensor, int]:
         return require_scores(candidates.scores).contiguous(), kernels.BY_SLOT.value
     if keep == "weight":
         return candidates.weights.float().contiguous(), kernels.BY_SLOT.value
+    if keep == "contribution":
+        return contributions(candidates).contiguous(), kernels.BY_SLOT.value
     if keep in ("first", "last"):
         kind = kernels.CONSTANT if keep == "first" else kernels.LATEST
         return inputs.topk_ids, kind.value

@@ -23,7 +23,7 @@ from paceline.routing.candidates import Candidates
 from paceline.routing.kernels import plain
 from paceline.routing.kernels.jit import BY_EXPERT, BY_SLOT, KEYS, choose, extend, read_some
 from paceline.routing.pools import token_devices
-from paceline.routing.ranking import ranking_key, require_scores
+from paceline.routing.ranking import contributions, ranking_key, require_scores
 from paceline.routing.survivors import Survivors
 
 Array = npt.NDArray[Any]
@@ -153,6 +153,8 @@ def _metric(budget: Budget, candidates: Candidates) -> tuple[Array, int]:
         return _array(require_scores(candidates.scores)), BY_SLOT
     if keep == "weight":
         return _array(candidates.weights.float()), BY_SLOT
+    if keep == "contribution":
+        return _array(contributions(candidates)), BY_SLOT
     keys = ranking_key(budget.policy, candidates, budget.pools.rank)
     return _array(keys.int()).view(np.float32), KEYS
 

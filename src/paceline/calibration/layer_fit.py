@@ -1,0 +1,162 @@
+"""Fit the stand-ins of one layer's experts, and judge them on texts that were left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from paceline.analysis.placement_search import PIECE_TOKENS, Shape, search_map
+from paceline.calibration import fit as fits
+from paceline.calibration.fit import StandInFit, fit
+from paceline.calibration.layer import LayerCalibration
+from paceline.calibration.moments import Moments, merged
+from paceline.calibration.rows import ExpertRows, Rows
+
+RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
+"""Of which the best for rows that were left out is taken, one for a layer."""
+
+RIDGE_EXPERTS = 8
+"""Experts of a layer, evenly spaced, on which ridges are compared."""
+
+FOLDS = 4
+"""Parts that are left out in turn: whole texts, or parts of the only text."""
+
+
+def fit_layer(
+    rows: Rows, rank: int, texts: int, devices: int | None, step: Callable[[], None]
+) -> LayerCalibration:
+    """What is to be known of a layer.
+
+    Args:
+        rows: that it saw.
+        rank: of a stand-in, at most.
+        texts: whose rows they are.
+        devices: to place experts on; None: no placement is searched.
+        step: called after every expert.
+    """
+    layer, hidden = rows.layer, rows.hidden
+    count = layer.num_experts
+    ridge = _best_ridge(rows, rank)
+    bias, mean = torch.zeros(count, hidden), torch.zeros(count, hidden)
+    up = torch.zeros(count, hidden, rank, dtype=torch.bfloat16)
+    down = torch.zeros(count, rank, hidden, dtype=torch.bfloat16)
+    ranks = torch.zeros(count, dtype=torch.int64)
+    loads = torch.zeros(texts, count, dtype=torch.int64)
+    norm, residual, spread = torch.zeros(3, count)
+    # of outputs, and what stand-ins leave of it of texts that they were not fitted to
+    energy, left = torch.zeros(2, texts, count, dtype=torch.float64)
+    for expert in range(count):
+        seen = rows.of(expert)
+        loads[:, expert] = torch.bincount(seen.text, minlength=texts)
+        parts = _moments(seen)
+        whole = merged(parts)
+        energy[:, expert] = _by_text(seen.y, seen, texts)
+        found = fit(whole, rank, ridge)
+        for out, rest in _each_left_out(parts):
+            these = _rows_of(seen, out)
+            left[:, expert] += _by_text(_left(these, fit(rest, rank, ridge)), these, texts)
+        # a stand-in that leaves more of rows it hasn't seen than dropping does is none
+        if found.rank == 0 or left[:, expert].sum() >= energy[:, expert].sum():
+            left[:, expert], found = energy[:, expert], fits.none(hidden)
+        if len(seen.x):
+            norm[expert] = _mean_norm(seen.y)
+            residual[expert] = _mean_norm(_left(seen, found))
+            spread[expert] = float(whole.xx.trace()) / max(1, whole.rows)
+        bias[expert], mean[expert], ranks[expert] = found.bias, found.mean, found.rank
+        up[expert, :, : found.rank], down[expert, : found.rank] = found.up, found.down
+        step()
+    return LayerCalibration(
+        name=layer.name,
+        k=layer.k,
+        router=layer.router,
+        experts=tuple(layer.experts[expert] for expert in range(count)),
+        ridge=ridge,
+        explained=float(_share(energy.sum(), left.sum())),
+        explained_by_text=tuple(_share(energy.sum(1), left.sum(1)).tolist()),
+        placement=() if devices is None else _placement(rows, devices),
+        bias=bias,
+        up=up,
+        down=down,
+        mean=mean,
+        ranks=ranks,
+        loads=loads,
+        output_norm=norm,
+        residual_norm=residual,
+        spread=spread,
+        explained_by_expert=_share(energy.sum(0), left.sum(0)).float(),
+    )
+
+
+def _best_ridge(rows: Rows, rank: int) -> float:
+    count = rows.layer.num_experts
+    some = min(count, RIDGE_EXPERTS)
+    left = torch.zeros(len(RIDGES), dtype=torch.float64)
+    for expert in (index * count // some for index in range(some)):
+        seen = rows.of(expert)
+        for out, rest in _each_left_out(_moments(seen)):
+            these = _rows_of(seen, out)
+            for index, ridge in enumerate(RIDGES):
+                left[index] += _left(these, fit(rest, rank, ridge)).double().square().sum()
+    return RIDGES[int(left.argmin())]
+
+
+def _moments(seen: ExpertRows) -> list[Moments]:
+    """Of each part."""
+    parts = (_rows_of(seen, number) for number in range(FOLDS))
+    return [Moments.of(part.x, part.y) for part in parts]
+
+
+def _each_left_out(parts: list[Moments]) -> list[tuple[int, Moments]]:
+    """Every part that has rows, and the others together."""
+    return [
+        (out, merged(part for number, part in enumerate(parts) if number != out))
+        for out, own in enumerate(parts)
+        if own.rows
+    ]
+
+
+def _rows_of(seen: ExpertRows, part: int) -> ExpertRows:
+    chosen = seen.part == part
+    return ExpertRows(*(values[chosen] for values in seen))
+
+
+def _left(seen: ExpertRows, found: StandInFit) -> Tensor:
+    """[rows, hidden] what a stand-in leaves of the outputs."""
+    x, y = seen.x.float(), seen.y.float()
+    if found.rank == 0:
+        return y
+    mean, down, up, bias = (t.float() for t in (found.mean, found.down, found.up, found.bias))
+    left: Tensor = y - (bias + (x - mean) @ down.T @ up.T)
+    return left
+
+
+def _by_text(values: Tensor, seen: ExpertRows, texts: int) -> Tensor:
+    """[texts] sums of the squares of values [rows, hidden]; rows that aren't finite are none."""
+    squares = values.double().square().sum(1)
+    squares = torch.where(torch.isfinite(squares), squares, 0)
+    return torch.zeros(texts, dtype=torch.float64).index_add(0, seen.text, squares)
+
+
+def _mean_norm(values: Tensor) -> float:
+    norms = values.double().norm(dim=1)
+    finite = torch.isfinite(norms)
+    return float(norms[finite].mean()) if bool(finite.any()) else 0.0
+
+
+def _share(energy: Tensor, left: Tensor) -> Tensor:
+    """Of the energy that is explained; negative where dropping would leave less."""
+    return (energy - left) / energy.clamp(min=torch.finfo(torch.float64).tiny)
+
+
+def _placement(rows: Rows, devices: int) -> tuple[int, ...]:
+    """[E] device of each expert, searched on pieces of the texts."""
+    experts = rows.layer.num_experts
+    piece = torch.arange(len(rows.ids)) // PIECE_TOKENS
+    pieces = int(piece[-1]) + 1
+    chosen = (rows.ids >= 0) & (rows.ids < experts)  # the rest are no experts
+    bins = torch.where(chosen, rows.ids.long() + experts * piece.unsqueeze(1), pieces * experts)
+    loads = torch.bincount(bins.flatten(), minlength=pieces * experts + 1)[:-1]
+    found = search_map(loads.view(pieces, experts).numpy(), Shape(experts, devices))
+    return found.placement.expert_to_device

@@ -1,0 +1,84 @@
+"""The rows that a MoE layer saw, by expert: inputs, outputs, text, and part to be left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.calibration.identity import LayerIdentity
+
+
+@dataclass(eq=False)
+class Seen:
+    """What one layer was given in a pass over the texts.
+
+    Attributes:
+        run: the layer's experts, as `Pace.replace_experts` hands them.
+        hidden: [rows, hidden] on the host, in parts.
+        ids: [rows, k], likewise.
+        weight: dtype of the combine weights.
+        device: of the layer.
+    """
+
+    run: Any
+    hidden: list[Tensor]
+    ids: list[Tensor]
+    weight: torch.dtype
+    device: torch.device
+
+
+class ExpertRows(NamedTuple):
+    """Of one expert: x and y [rows, hidden], text and part [rows]."""
+
+    x: Tensor
+    y: Tensor
+    text: Tensor
+    part: Tensor
+
+
+class Rows:
+    """The rows that a layer saw.
+
+    Args:
+        seen: what it was given; its parts are taken over.
+        layer: which it is.
+        text: [rows] text of each row, -1 for padding.
+        part: [rows] part with which it is left out.
+
+    Raises:
+        ValueError: if the layer saw other rows than the tokens of the texts.
+    """
+
+    def __init__(self, seen: Seen, layer: LayerIdentity, text: Tensor, part: Tensor) -> None:
+        hidden, ids = torch.cat(seen.hidden), torch.cat(seen.ids)
+        seen.hidden, seen.ids = [], []
+        if len(hidden) != len(text):
+            raise ValueError(
+                f"layer {layer.name} saw {len(hidden)} rows of {len(text)} tokens: allowed is one "
+                "a token."
+            )
+        real = text >= 0
+        if not bool(real.all()):
+            hidden, ids, text, part = hidden[real], ids[real], text[real], part[real]
+        self._seen, self._hidden, self.ids = seen, hidden, ids
+        self.layer, self.text, self._part = layer, text, part
+        self.hidden = hidden.shape[1]
+
+    def of(self, expert: int) -> ExpertRows:
+        """Those that were routed to an expert."""
+        rows = (self.ids == expert).any(1)
+        x = self._hidden[rows]
+        return ExpertRows(x, self._outputs(x, expert), self.text[rows], self._part[rows])
+
+    def _outputs(self, x: Tensor, expert: int) -> Tensor:
+        if len(x) == 0:
+            return x
+        seen = self._seen
+        with torch.inference_mode():
+            ids = torch.full((len(x), 1), expert, dtype=torch.int64, device=seen.device)
+            ones = torch.ones((len(x), 1), dtype=seen.weight, device=seen.device)
+            out: Tensor = seen.run(x.to(seen.device), ids, ones)
+        return out.reshape(x.shape).cpu()

@@ -1,0 +1,77 @@
+"""What a policy may ask of a trace: orders of keeping, and pools, that it can tell."""
+
+from __future__ import annotations
+
+from paceline.keeps import KEEPS
+from paceline.policy import CapacityPolicy
+from paceline.traces.trace import Trace
+
+
+def keeps_of(trace: Trace) -> tuple[str, ...]:
+    """The built-in orders by which a cap can keep assignments of a trace, the best one first.
+
+    Scores, else weights, else the order of the tokens: engines often return ids alone.
+
+    Raises:
+        ValueError: if the trace doesn't say what each token chose.
+
+    >>> from paceline.traces import sample
+    >>> keeps_of(sample("esft_v2lite_law"))
+    ('score', 'weight', 'first', 'last', 'random')
+    """
+    if not trace.header.per_token:
+        raise ValueError(f"{trace.where} holds {trace.header.content}, not what each token chose.")
+    first = next(iter(trace.chunks), None)
+    weighed = first is not None and first.weights is not None
+    scored = first is not None and (first.topk_scores is not None or first.scores is not None)
+    lacking = set()
+    if not weighed:
+        lacking.add("weight")
+    if not scored and not (weighed and trace.header.scores_are_weights):
+        lacking.add("score")
+    return tuple(keep for keep in KEEPS if keep not in lacking)
+
+
+def pools_of(trace: Trace) -> tuple[str, ...]:
+    """The pools that a cap of a trace can have: whose tokens are told apart.
+
+    >>> from paceline.traces import sample
+    >>> pools_of(sample("gpt_oss_20b_decode"))
+    ('batch', 'request')
+    """
+    first = next(iter(trace.chunks), None)
+    return tuple(
+        pool
+        for pool in ("batch", "request", "source")
+        if pool == "batch" or (first is not None and getattr(first, pool) is not None)
+    )
+
+
+def check_bearing(trace: Trace, policy: CapacityPolicy, what: str) -> None:
+    """Refuse a cap that keeps or pools by what the trace doesn't hold.
+
+    Args:
+        trace: of choices.
+        policy: to try on it.
+        what: whose policy, for the message.
+
+    Raises:
+        ValueError: naming what is possible.
+
+    >>> from paceline.traces import sample
+    >>> check_bearing(sample("esft_v2lite_law"), CapacityPolicy(capacity_factor=1.0), "plan")
+    """
+    if not policy.caps:
+        return
+    pools = pools_of(trace)
+    if policy.pool not in pools:
+        raise ValueError(
+            f"{what}: pool={policy.pool!r} needs the token_{policy.pool} of every token, which "
+            f"{trace.where} doesn't hold: allowed are {', '.join(pools)}."
+        )
+    if policy.keep in KEEPS and policy.keep not in (keeps := keeps_of(trace)):
+        lacking = "weights" if policy.keep == "weight" else "scores"
+        raise ValueError(
+            f"{what}: keep={policy.keep!r} needs {lacking}, which {trace.where} doesn't hold: "
+            f"allowed are {', '.join(keeps)}."
+        )

@@ -1,0 +1,59 @@
+"""Write a file whole or not at all: whoever is killed meanwhile leaves the one that was there."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def whole_file(path: Path, *, private: bool = True) -> Iterator[Path]:
+    """A file to write, which takes the place of `path` when the block ends without an error.
+
+    It is on the disk by then, so that a machine that goes down leaves no half file either.
+
+    Args:
+        path: to replace, or to make; its folder is there.
+        private: readable by its owner only, else as the process makes files.
+
+    Raises:
+        OSError: if the folder can't be written.
+
+    Examples:
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as folder:
+        ...     with whole_file(Path(folder) / "a") as file:
+        ...         _ = file.write_text("b")
+        ...     print((Path(folder) / "a").read_text())
+        b
+    """
+    # made 0600; whoever is killed leaves it behind, under a name that no reader looks for
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    os.close(handle)
+    made = Path(name)
+    try:
+        yield made
+        made.chmod(0o600 if private else 0o666 & ~_umask())
+        _to_disk(made)
+        made.replace(path)
+        _to_disk(path.parent)
+    except BaseException:
+        made.unlink(missing_ok=True)
+        raise
+
+
+def _to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _umask() -> int:
+    current = os.umask(0o077)
+    os.umask(current)
+    return current
