@@ -32,8 +32,8 @@ def verdict(result: Mapping[str, Any]) -> tuple[str, list[str]]:
         lines.append(line)
         if "place" not in decision and own >= result["min_gain"]:
             lines.append(
-                "It loses nothing: where traffic stays as it was fitted, place (a plan without "
-                "--judge does)."
+                "The placement loses nothing: where traffic stays as it was fitted, place (a plan "
+                "without --judge does)."
             )
     else:
         lines.append(
@@ -120,7 +120,7 @@ def _active_said(part: Mapping[str, Any], result: Mapping[str, Any], decision: s
     before = part["ways"]["place" if base == "placed" else "nothing"]
     given = "; ".join(
         f"max_active={point['max_active']} {_gain_over(point, before):+.1%} for {_price(point)}"
-        for point in sorted(points, key=lambda point: -point["max_active"])
+        for point in sorted(points, key=lambda point: -point["max_active"])[:3]
     )
     lines = [
         f"Decode: batches below {result['min_expert_load']} rows an expert wait for weights, and "
