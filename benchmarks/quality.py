@@ -3,7 +3,7 @@
 Stand-ins are calibrated on the first half of each held-out text; texts and tasks are of the second.
 
     python benchmarks/quality.py policies --out benchmarks/results/quality.json
-    python benchmarks/quality.py sweep --out benchmarks/results/sweep.json
+    python benchmarks/quality.py sweep --out benchmarks/results/sweep.json --ship
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from paceline.demo.assets import TASK_FOLDER, domains, load_model, read_text
 from paceline.evaluation.run import Job, evaluate
 from paceline.evaluation.subject import Subject
 from paceline.evaluation.sweep import Axes, sweep
+from paceline.evaluation.sweep_file import read_sweep
 from paceline.evaluation.tables import markdown
 from paceline.evaluation.tasks import load_tasks
 from paceline.plan import Plan
@@ -30,21 +31,17 @@ from paceline.reporting.sweep_table import sweep_table
 TASKS = ("paceline_continuation", "paceline_copy", "paceline_passage")
 SAMPLING = Sampling(tokens=18432, batch_size=8, sequence_length=256)
 
+SHIPPED = Path(__file__).resolve().parents[1] / "src" / "paceline" / "demo" / "sweep.json"
+
 POLICIES = (
     "capacity_factor=1.25",
     "capacity_factor=1",
     "capacity_factor=1,compensate=true",
-    "capacity_factor=0.5,compensate=true",
+    "capacity_factor=1,expand=own_device",
     "capacity_factor=2,unit=expert",
-    "capacity_factor=1.5,unit=expert",
     "capacity_factor=1,unit=expert",
     "capacity_factor=1,unit=expert,compensate=true",
-    "capacity_factor=1,unit=expert,keep=first",
-    "capacity_factor=1,unit=expert,keep=last",
     "capacity_factor=1,unit=expert,keep=random",
-    "capacity_factor=2,unit=expert,expand=own_device",
-    "capacity_factor=1.5,unit=expert,expand=own_device",
-    "capacity_factor=1,expand=own_device",
 )
 
 
@@ -54,6 +51,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--state", type=Path, help="folder that a killed run goes on from")
     parser.add_argument("--calibration", type=Path, help="folder of one; made there if need be")
+    parser.add_argument("--ship", action="store_true", help="as what the demo's page shows")
+    parser.add_argument("--limit", type=int, help="samples of a task, of all texts alike")
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
     given = parser.parse_args()
@@ -89,6 +88,7 @@ def main() -> None:
                     halves[1],
                     SAMPLING,
                     tasks=load_tasks(dict.fromkeys(TASKS), [TASK_FOLDER]),
+                    limit=given.limit,
                     task_batch=8,
                 ),
                 out=given.state,
@@ -100,6 +100,8 @@ def main() -> None:
         "rank": given.rank,
     }
     write_text(given.out, to_json(result), private=False)
+    if given.what == "sweep" and given.ship:
+        write_text(SHIPPED, to_json(read_sweep(given.out)), private=False)
     print(sweep_table(result) if given.what == "sweep" else markdown(result))
 
 

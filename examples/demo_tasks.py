@@ -10,6 +10,7 @@ texts give the same files. What the tasks are is said on their card, README.md b
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 from pathlib import Path
@@ -88,7 +89,9 @@ def main() -> None:
     for task, make in TASKS.items():
         rnd = random.Random(f"{SEED} {task}")
         halves = {name: text[len(text) // 2 :] for name in domains() if (text := read_text(name))}
-        rows = [row for name, half in halves.items() for row in make(name, half, rnd)]
+        made = [make(name, half, rnd) for name, half in halves.items()]
+        # text by text in turn, so that the first samples are of all of them
+        rows = [row for several in itertools.zip_longest(*made) for row in several if row]
         lines = [json.dumps(row, ensure_ascii=False) for row in rows]
         (out / f"{task}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
         print(f"{task}: {len(rows)}")

@@ -253,6 +253,10 @@ BAD = {
     "no policy": (["demo", "--policy", "capacity_factor=0"], "capacity_factor='0' is not allowed"),
     "never binds": (["demo", "--policy", CAP, "--devices", "1"], "can never bind"),
     "composition": (["demo", "--policy", CAP, "--compositions", "pairs"], "--compositions pairs"),
+    "one text to mix": (
+        ["demo", "--policy", CAP, "--text", "prose", "--compositions", "mixed"],
+        "mixed batches need at least two texts",
+    ),
     "suite": (["demo", "--policy", CAP, "--suite", "best"], "--suite best: allowed is paper"),
     "no text": (["demo", "--policy", CAP, "--text", "/nowhere/a.txt"], "can't be read"),
     "too long": (

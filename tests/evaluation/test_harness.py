@@ -124,6 +124,29 @@ def test_requests_that_share_a_batch_but_no_budget_are_answered_as_alone(
     torch.testing.assert_close(answers[0], answers[1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("phase", ["all", "prefill"])
+def test_a_cap_in_generation_follows_the_phase(demo: tuple[Any, Any], phase: str) -> None:
+    model, tokenizer = demo
+    policy = f"capacity_factor=0.5,min_expert_load=0,phase={phase}"
+    lm = PacelineLM(model, policy, devices=8, tokenizer=tokenizer, batch_size=4)
+    dropped = {"prompt": 0, "decode": 0}
+
+    def count(_: str, inputs: Any, assignment: Any) -> None:
+        rows = len(inputs.topk_ids)
+        dropped["prompt" if rows > 4 else "decode"] += int(assignment.dropped)
+
+    undo = lm.pace.watch(count, Facts())
+    prompts = [(a, {"until": [" the"], "max_gen_toks": 6}) for a, _ in PAIRS[:4]]
+    try:
+        written = lm.generate_until(_requests("generate_until", prompts), disable_tqdm=True)
+    finally:
+        undo()
+        lm.pace.detach()
+    assert all(" the" not in text for text in written)
+    assert dropped["prompt"] > 0
+    assert (dropped["decode"] > 0) == (phase == "all")
+
+
 def test_bad_options_are_one_sentence(demo: tuple[Any, Any], tmp_path: Path) -> None:
     model, tokenizer = demo
     with pytest.raises(ValueError, match="batch_size=auto is not allowed with a cap"):

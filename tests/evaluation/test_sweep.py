@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from paceline.cli.app import app
 from paceline.evaluation.sweep import FACTORS, Axes, frontier
+from paceline.evaluation.sweep_file import read_sweep
 from paceline.reporting.sweep_page import sweep_figure, sweep_words
 from paceline.reporting.sweep_table import sweep_table
 
@@ -82,6 +83,35 @@ def test_a_sweep_its_table_and_its_page(tmp_path: Path) -> None:
     assert sweep_words(found)[0].split(":")[0] in page
     assert (out / "sweep.json").stat().st_mode & 0o777 == 0o600
     assert json.loads((out / "sweep.json").read_text())["points"] == points
+
+
+def test_a_report_shows_a_sweep_and_refuses_what_is_none(tmp_path: Path) -> None:
+    swept = tmp_path / "swept"
+    assert _run("--factors", "1,0.5", "--keeps", "score", "--out", str(swept)).exit_code == 0
+    page = tmp_path / "page.html"
+    arguments = ["report", "sample:gpt_oss_20b_decode", "--out", str(page), "--sweep"]
+    ran = CliRunner().invoke(app, [*arguments, str(swept / "sweep.json")])
+    assert ran.exit_code == 0, ran.output
+    text = page.read_text(encoding="utf-8")
+    assert 'id="sweep"' in text
+    assert 'data-for="sweep"' in text
+    whole = (swept / "sweep.json").read_text(encoding="utf-8")
+    shown = read_sweep(swept / "sweep.json")
+    assert shown["points"][0]["change"] == json.loads(whole)["points"][0]["change"]
+    for broken, said in (
+        (whole[:-40], "the file: "),
+        (whole.replace('"on_frontier": true', '"on_frontier": "maybe"', 1), "on_frontier"),
+        (whole.replace('"unit": "device"', '"unit": 3', 1), r"points\.\d+\.unit"),
+        ("[]", "the file"),
+        ("\x00", "the file"),
+    ):
+        path = tmp_path / "broken.json"
+        path.write_text(broken, encoding="utf-8")
+        with pytest.raises(ValueError, match=said):
+            read_sweep(path)
+        ran = CliRunner().invoke(app, [*arguments, str(path)])
+        assert ran.exit_code == 2
+        assert len(ran.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli import model_options
 from paceline.cli.decided import PlanFile, decided
 from paceline.cli.errors import guarded
 
@@ -25,7 +26,7 @@ CalibrationFolder = Annotated[
 
 @guarded
 def evaluate(
-    model: Annotated[str, typer.Argument(help="Model folder, hub name, or: demo.")],
+    model: model_options.ModelName,
     policy: Annotated[
         list[str] | None,
         typer.Option(help="What to judge, like capacity_factor=1.25; may be repeated."),
@@ -35,10 +36,7 @@ def evaluate(
     devices: Annotated[
         int | None, typer.Option(help="Devices that share the experts in order; 8 unless placed.")
     ] = None,
-    text: Annotated[
-        list[str] | None,
-        typer.Option(help="Text file, UTF-8; may be repeated. With demo also the name of a text."),
-    ] = None,
+    text: model_options.Text = None,
     tasks: Annotated[
         list[str] | None,
         typer.Option(help="Task of lm-evaluation-harness; may be repeated, or several by comma."),
@@ -59,20 +57,16 @@ def evaluate(
         str,
         typer.Option(help="Ways to batch, by comma: one_text, mixed, solo (every sample alone)."),
     ] = "one_text,mixed,solo",
-    tokens: Annotated[int, typer.Option(help="At most so many tokens of all texts.")] = 16384,
+    tokens: model_options.Tokens = 16384,
     batch_size: Annotated[int, typer.Option(help="Sequences, or prompts, a batch.")] = 16,
-    sequence_length: Annotated[int, typer.Option(help="Tokens a sequence of a text.")] = 256,
+    sequence_length: model_options.SequenceLength = 256,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for eval.json, eval.md and what a killed run goes on from."),
     ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="auto, float32, bfloat16 or float16; auto: float32 on a CPU.")
-    ] = "auto",
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
-    ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+    dtype: model_options.DType = model_options.DTypeName.auto,
+    trust_remote_code: model_options.TrustRemoteCode = False,
+    json: model_options.AsJson = False,
 ) -> None:
     """Judge policies by texts and tasks: against no policy, on the same samples, in one run.
 
@@ -90,7 +84,7 @@ def evaluate(
     wanted = _tasks(tasks or [], suite)
     ways = tuple(dict.fromkeys(filter(None, compositions.split(","))))
     chosen, policies = _decided(policy or [], plan, devices, suite)
-    _check(limit, num_fewshot, batch_size, dtype, out, ways, calibration)
+    _check(limit, num_fewshot, batch_size, out, ways, calibration)
 
     from paceline.cli.models import load, read_texts
 
@@ -108,7 +102,7 @@ def evaluate(
     sampling = Sampling(tokens, batch_size, sequence_length)
     fitted = None if calibration is None else Calibration.load(calibration)
     loaded = _loaded(wanted, model, include_path or [], num_fewshot) if wanted else None
-    network, tokenizer = load(model, dtype, trust_remote_code)  # type: ignore[arg-type]
+    network, tokenizer = load(model, dtype.value, trust_remote_code)
     subject = Subject.of(network, tokenizer, policies, chosen, fitted)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
@@ -158,7 +152,6 @@ def _check(
     limit: int | None,
     shots: int | None,
     batch_size: int,
-    dtype: str,
     out: Path | None,
     ways: tuple[str, ...],
     calibration: Path | None,
@@ -169,8 +162,6 @@ def _check(
         if value is not None:
             check_count(name, value, least)
     check_count("batch_size", batch_size)
-    if dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise ValueError(f"--dtype {dtype}: allowed is auto, float32, bfloat16 or float16.")
     if out is not None and out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file: allowed is a folder, made if need be.")
     if not ways or not set(ways) <= {"one_text", "mixed", "solo"}:

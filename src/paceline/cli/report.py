@@ -50,6 +50,10 @@ def report(
     hardware: Annotated[
         str | None, typer.Option(help="With --model-config: also decide, as paceline plan does.")
     ] = None,
+    sweep: Annotated[
+        Path | None,
+        typer.Option(help="sweep.json of paceline sweep: what caps cost in quality, shown too."),
+    ] = None,
     figures: Annotated[
         Path | None, typer.Option(help="Folder for the figures as SVG and PNG (needs kaleido).")
     ] = None,
@@ -77,6 +81,7 @@ def report(
     from paceline.analysis.cap_study import cap_study
     from paceline.analysis.planner import make_plan
     from paceline.cli.progress import progress
+    from paceline.evaluation.sweep_file import read_sweep
     from paceline.plan import Plan
     from paceline.reporting.environment import environment
 
@@ -94,6 +99,7 @@ def report(
         devices = planned["devices"]
         batch_tokens = planned["batch_tokens"] if batch_tokens is None else batch_tokens
     chosen = None if plan is None else Plan.load(plan)
+    swept = None if sweep is None else read_sweep(sweep)
     if chosen is not None and chosen.placements and devices is not None and planned is None:
         raise ValueError(f"--devices and {plan} both place the experts: give one of them.")
 
@@ -115,6 +121,7 @@ def report(
             chosen = made if chosen is None else chosen
     result |= {
         "planned": planned,
+        "sweep": swept,
         "plan_text": None if chosen is None else chosen.to_toml(),
         **_linked(plan or (planned or {}).get("plan"), out),
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),

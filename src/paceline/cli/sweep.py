@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from paceline.cli import model_options
 from paceline.cli.decided import PlacementFile, decided
 from paceline.cli.errors import check_writable, guarded
 from paceline.cli.eval import CalibrationFolder
@@ -16,11 +17,8 @@ from paceline.cli.eval import CalibrationFolder
 
 @guarded
 def sweep(
-    model: Annotated[str, typer.Argument(help="Model folder, hub name, or: demo.")],
-    text: Annotated[
-        list[str] | None,
-        typer.Option(help="Text file, UTF-8; may be repeated. With demo also the name of a text."),
-    ] = None,
+    model: model_options.ModelName,
+    text: model_options.Text = None,
     devices: Annotated[
         int | None, typer.Option(help="Devices that share the experts in order; 8 unless placed.")
     ] = None,
@@ -34,23 +32,17 @@ def sweep(
     expands: Annotated[
         str, typer.Option(help="By comma: none, own_device, visited_devices, all.")
     ] = "none,own_device",
-    mix: Annotated[
-        bool, typer.Option("--mix", help="Mix the texts in every batch, not one text a batch.")
-    ] = False,
-    tokens: Annotated[int, typer.Option(help="At most so many tokens in all.")] = 16384,
-    batch_size: Annotated[int, typer.Option(help="Sequences a batch.")] = 16,
-    sequence_length: Annotated[int, typer.Option(help="Tokens a sequence.")] = 256,
+    mix: model_options.Mix = False,
+    tokens: model_options.Tokens = 16384,
+    batch_size: model_options.BatchSize = 16,
+    sequence_length: model_options.SequenceLength = 256,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for sweep.json, sweep.html and what a killed run goes on from."),
     ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="auto, float32, bfloat16 or float16; auto: float32 on a CPU.")
-    ] = "auto",
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
-    ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+    dtype: model_options.DType = model_options.DTypeName.auto,
+    trust_remote_code: model_options.TrustRemoteCode = False,
+    json: model_options.AsJson = False,
 ) -> None:
     """Try caps of every size and kind on texts: what each costs, and how busy devices stay.
 
@@ -75,8 +67,6 @@ def sweep(
     )
     list(axes.policies())  # a wrong value is said before the model is loaded
     chosen = decided(devices, placement, None)
-    if dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise ValueError(f"--dtype {dtype}: allowed is auto, float32, bfloat16 or float16.")
     if out is not None:
         check_writable(out / "sweep.json") if out.exists() else check_writable(out)
 
@@ -94,7 +84,7 @@ def sweep(
         chosen = replace(chosen, placements=(8,))
     texts = read_texts(text or [], model)
     fitted = None if calibration is None else Calibration.load(calibration)
-    network, tokenizer = load(model, dtype, trust_remote_code)  # type: ignore[arg-type]
+    network, tokenizer = load(model, dtype.value, trust_remote_code)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
     with progress() as tell:

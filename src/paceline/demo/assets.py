@@ -30,6 +30,18 @@ def read_text(domain: str) -> str:
     return (TEXT_FOLDER / f"{domain}.txt").read_text(encoding="utf-8")
 
 
+def shipped_sweep() -> dict[str, Any] | None:
+    """What caps of every size cost the embedded model, measured before; None where it is missing.
+
+    Made by `python benchmarks/quality.py sweep`: stand-ins are calibrated on the first half of each
+    text, figures are of the second.
+    """
+    from paceline.evaluation.sweep_file import read_sweep
+
+    path = _HERE / "sweep.json"
+    return read_sweep(path) if path.is_file() else None
+
+
 def load_model() -> tuple[Any, Any]:
     """The embedded model in float32 on the CPU, in evaluation mode, and its tokenizer.
 

@@ -19,12 +19,11 @@ from paceline.analysis.observe import Progress, Sampling
 from paceline.evaluation.run import STATE, describe
 from paceline.evaluation.store import Store
 from paceline.evaluation.subject import BASELINE, Subject
+from paceline.evaluation.sweep_file import SCHEMA
 from paceline.evaluation.texts import judge_texts
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
 from paceline.reporting.environment import environment
-
-SCHEMA = "paceline-sweep/1"
 
 FACTORS = (3.0, 2.0, 1.5, 1.25, 1.0, 0.75, 0.5, 0.25, 0.1, 1e-9)
 """From a cap that hardly binds to the smallest: one assignment a unit and pool."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,7 @@ def judge_tasks(
     finally:
         lm.pace.detach()
     return {
+        "harness_version": version("lm_eval"),
         "limit": limit,
         "batch_size": batch_size,
         "tasks": {name: {"shots": chosen.shots[name]} for name in chosen.leaves},

@@ -73,8 +73,8 @@ def judge_texts(
         progress: told after every batch.
 
     Raises:
-        ValueError: if a text is too short, a sequence longer than the model reads, or a composition
-            unknown.
+        ValueError: if a text is too short, a sequence longer than the model reads, a composition
+            unknown, or none is left.
     """
     if unknown := [each for each in compositions if each not in COMPOSITIONS]:
         raise ValueError(
@@ -82,6 +82,8 @@ def judge_texts(
         )
     check_length(subject.model, sampling.sequence_length)
     wanted = [each for each in compositions if each != "mixed" or len(texts) > 1]
+    if not wanted:
+        raise ValueError("mixed batches need at least two texts: give another, or a composition.")
     batches, tokens = {}, {}
     for each in wanted:
         rows = 1 if each == "solo" else sampling.batch_size

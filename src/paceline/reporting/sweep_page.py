@@ -68,10 +68,21 @@ def sweep_page(result: Mapping[str, Any]) -> str:
         {"sweep": sweep_figure(result)},
         title="Paceline: caps of every size",
         results=result,
-        words=sweep_words(result),
+        **sweep_values(result),
         families=families(result["points"]),
         factor=factor,
     )
+
+
+def sweep_values(result: Mapping[str, Any] | None, note: str = "") -> dict[str, Any]:
+    """What the template of the section names; its figure goes under "sweep".
+
+    Args:
+        result: of `sweep`, or read back; None: no section.
+        note: what else to say of how it was measured.
+    """
+    words = [] if result is None else sweep_words(result)
+    return {"swept": result, "swept_words": words, "swept_note": note}
 
 
 def sweep_words(result: Mapping[str, Any]) -> list[str]:

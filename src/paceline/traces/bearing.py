@@ -24,7 +24,7 @@ def keeps_of(trace: Trace) -> tuple[str, ...]:
     first = next(iter(trace.chunks), None)
     weighed = first is not None and first.weights is not None
     scored = first is not None and (first.topk_scores is not None or first.scores is not None)
-    lacking = {"contribution"}  # it needs the norms of a calibration
+    lacking = {"contribution"}  # norms of outputs are a calibration's
     if not weighed:
         lacking.add("weight")
     if not scored and not (weighed and trace.header.scores_are_weights):
@@ -76,7 +76,7 @@ def check_bearing(trace: Trace, policy: CapacityPolicy, what: str) -> None:
             "hold: it keeps the experts with the largest sum of them."
         )
     if policy.factor is not None and policy.keep in KEEPS and policy.keep not in keeps:
-        needed = {"weight": "weights", "contribution": "norms of a calibration"}
+        needed = {"weight": "weights", "contribution": "the norms of a calibration"}
         lacking = needed.get(policy.keep, "scores")
         raise ValueError(
             f"{what}: keep={policy.keep!r} needs {lacking}, which {trace.where} doesn't hold: "
