@@ -34,6 +34,7 @@ SHAPES = {
         Shape("olmoe", 2048, 1024, 64, 8, 8),
         Shape("mixtral", 4096, 14336, 8, 2, 8),
         Shape("deepseek-v2-lite", 2048, 1408, 64, 6, 8),
+        Shape("qwen3-30b-a3b", 2048, 768, 128, 8, 8),
         Shape("qwen1.5-moe", 2048, 1408, 60, 4, 6),
         Shape("small", 512, 256, 16, 4, 4),
         Shape("tiny", 64, 32, 8, 2, 4),

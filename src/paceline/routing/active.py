@@ -70,3 +70,20 @@ def weight_unit(tokens_needed: int, k: int) -> float:
     """
     assignments = min(tokens_needed, MAX_TOKENS) * k
     return 2.0 ** (62 - 7 - assignments.bit_length())
+
+
+def rows_spared(max_active: int | float | None, placement: ExpertPlacement | None, k: int) -> int:
+    """So few rows that they can't want more experts of any device than it may read.
+
+    Args:
+        max_active: of the policy.
+        placement: of the experts; None: every expert is a device of its own.
+        k: experts a token.
+
+    >>> rows_spared(6, ExpertPlacement.contiguous(16, 2), k=2)
+    3
+    """
+    if max_active is None or placement is None:
+        return MAX_TOKENS
+    allowed = [(n, most_active(max_active, n)) for n in set(placement.sizes)]
+    return min((most // min(k, n) for n, most in allowed if most < n), default=MAX_TOKENS)

@@ -63,7 +63,7 @@ class Assignment:
     @lazy
     def loads_before(self) -> Tensor:
         """[pools, units] int64 assignments of the model's own choice."""
-        return self._loads(self._genuine.ids, self._genuine.offered)
+        return self._loads(self.genuine.ids, self.genuine.offered)
 
     @lazy
     def loads_after(self) -> Tensor:
@@ -73,7 +73,7 @@ class Assignment:
     @lazy
     def expert_loads_before(self) -> Tensor:
         """[experts] int64 assignments of the model's own choice, over all pools."""
-        return count_experts(self._genuine.ids, self._genuine.offered, self.num_experts)
+        return count_experts(self.genuine.ids, self.genuine.offered, self.num_experts)
 
     @lazy
     def expert_loads_after(self) -> Tensor:
@@ -88,12 +88,12 @@ class Assignment:
     @property
     def dropped_slots(self) -> Tensor:
         """[tokens, k] bool: which assignments of the model's own choice were lost."""
-        return self._genuine.offered & ~self._genuine_selected
+        return self.genuine.offered & ~self._genuine_selected
 
     @property
     def tokens_without_expert(self) -> Tensor:
         """0-d int64: tokens that lost every assignment, and so get nothing from routed experts."""
-        return (self._genuine.offered.any(1) & ~self._selected.any(1)).sum()
+        return (self.genuine.offered.any(1) & ~self._selected.any(1)).sum()
 
     @lazy
     def active_before(self) -> Tensor:
@@ -113,7 +113,7 @@ class Assignment:
     @property
     def gate_mass(self) -> Tensor:
         """[2] float64: sum of scores (else weights) of the model's choice, and of what is kept."""
-        return gate_mass(self._genuine, self._genuine_selected)
+        return gate_mass(self.genuine, self._genuine_selected)
 
     @property
     def gate_mass_kept(self) -> Tensor:
@@ -122,7 +122,8 @@ class Assignment:
         return torch.where(whole > 0, kept / whole, 1.0)
 
     @lazy
-    def _genuine(self) -> Candidates:
+    def genuine(self) -> Candidates:
+        """The model's own choice."""
         return topk_candidates(self.budget.inputs, self.num_experts)
 
     @lazy

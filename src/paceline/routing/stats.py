@@ -6,12 +6,14 @@ import threading
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.balance import straggler_loss
 from paceline.placement import ExpertPlacement
 from paceline.routing.assignment import Assignment, count_experts
+from paceline.routing.host_tally import Tally, tally
 from paceline.routing.inputs import expert_ids
 
 _FLUSH_FORWARDS, _FLUSH_ROWS = 256, 1 << 16
@@ -123,6 +125,7 @@ class LoadAccumulator:
             self._active = torch.zeros((2, devices + 1), dtype=torch.int64, device=device)
             self._pending: list[tuple[Tensor, Tensor | None]] = []
             self._pending_rows = 0
+            self._tallied: list[Tally] = []  # of routed forwards, on a CPU
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy starts with: counts of its own, all of one moment."""
@@ -130,7 +133,7 @@ class LoadAccumulator:
             state = {name: value for name, value in vars(self).items() if name != "_lock"}
             for name in ("_loads", "_counts", "_sums", "_worst", "_active", "_distance"):
                 state[name] = state[name].clone()
-            state["_pending"] = list(self._pending)
+            state["_pending"], state["_tallied"] = list(self._pending), list(self._tallied)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -156,6 +159,14 @@ class LoadAccumulator:
 
     def add(self, assignment: Assignment) -> None:
         """Count a forward that was routed (enforced or in shadow)."""
+        on_host = self._device.type == "cpu" and type(assignment.bounded_ids) is Tensor
+        if on_host and not torch.compiler.is_compiling():
+            counted = tally(assignment)
+            with self._lock:
+                self._tallied.append(counted)
+                if len(self._tallied) >= _FLUSH_FORWARDS:
+                    self._flush()
+            return
         before = assignment.expert_loads_before
         after = assignment.expert_loads_after
         whole, kept = assignment.gate_mass
@@ -249,6 +260,17 @@ class LoadAccumulator:
         if self._pending:
             pending, self._pending, self._pending_rows = self._pending, [], 0
             self._count(pending)
+        if self._tallied:
+            tallied, self._tallied = self._tallied, []
+            before, after, counts, mass = zip(*tallied, strict=True)
+            counted = torch.tensor(counts)
+            self._tally(
+                torch.from_numpy(np.stack(before)),
+                torch.from_numpy(np.stack(after)),
+                counted[:, _COUNTS.index("tokens")],
+                counted.sum(0),
+                torch.tensor(mass, dtype=torch.float64).sum(0),
+            )
 
     def _count_one(self, ids: Tensor, valid: Tensor | None) -> None:
         """Count a forward of a number of tokens that a compiler takes as any number."""

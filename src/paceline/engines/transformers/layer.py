@@ -308,7 +308,13 @@ class AttachedLayer:
         if facts.source:
             devices = self.num_experts if self.placement is None else self.placement.num_devices
             source = told(context.source(devices))
-        modality = {m: told(t) for m, t in context.modality.items()} if facts.modality else {}
+        modality = context.modality_of(rows, self.name) if facts.modality else {}
+        if modality is None and policy.drop_first and policy.mode == "enforce":
+            raise RuntimeError(
+                f"layer {self.name}: which tokens are of an image is unknown in a forward on "
+                f'embeddings alone, which "{policy}" needs: give the forward input_ids or '
+                "mm_token_type_ids, or attach token_modality."
+            )
         if facts.position:
             position = told(context.position)
         norms = None

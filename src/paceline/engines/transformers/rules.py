@@ -10,8 +10,8 @@ from paceline.engines.facts import Facts, facts_for
 from paceline.engines.transformers.context import ForwardContext
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
-from paceline.routing.active import most_active
-from paceline.routing.capacity import MAX_TOKENS, tokens_needed
+from paceline.routing.active import rows_spared
+from paceline.routing.capacity import tokens_needed
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,23 +75,6 @@ def layer_rule(
     facts = facts_for(policy)
     spared = rows_spared(policy.max_active, placement, k)
     return LayerRule(policy, facts, (elsewhere, on_cpu), few, spared, together, policy.caps)
-
-
-def rows_spared(max_active: int | float | None, placement: ExpertPlacement | None, k: int) -> int:
-    """So few rows that they can't want more experts of any device than it may read.
-
-    Args:
-        max_active: of the policy.
-        placement: of the experts; None: every expert is a device of its own.
-        k: experts a token.
-
-    >>> rows_spared(6, ExpertPlacement.contiguous(16, 2), k=2)
-    3
-    """
-    if max_active is None or placement is None:
-        return MAX_TOKENS
-    allowed = [(n, most_active(max_active, n)) for n in set(placement.sizes)]
-    return min((most // min(k, n) for n, most in allowed if most < n), default=MAX_TOKENS)
 
 
 @lru_cache(maxsize=64)

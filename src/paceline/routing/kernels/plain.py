@@ -34,25 +34,49 @@ def narrow(budget: Budget, candidates: Candidates) -> Survivors | None:
     if pools.of_token is not None:
         expert = expert + pools.of_token.unsqueeze(1) * (experts + 1)
 
-    # [pools * (experts + 1)]; the last expert stands for none
-    count = torch.zeros(pools.count * (experts + 1), dtype=torch.int64, device=budget.device)
-    wanted = count.scatter_add(0, expert.flatten(), torch.ones_like(expert).flatten()) > 0
-    weights = candidates.weights.detach().double().nan_to_num(nan=0.0)
-    units = weights.clamp(-WEIGHT_LIMIT, WEIGHT_LIMIT) * weight_unit(budget.tokens_needed, budget.k)
-    total = count.scatter_add(0, expert.flatten(), units.long().flatten())
+    like = budget.inputs.topk_ids
+    read = experts_read(
+        expert, candidates.weights.detach(), weight_unit(budget.tokens_needed, budget.k),
+        table(hosts.experts, like), table(hosts.places, like), pools.count, experts,
+    )  # fmt: skip
+    kept = candidates.offered & (read.flatten()[expert] | ~budget.narrowed)
+    return Survivors.of(candidates, kept)
 
-    own = table(hosts.experts, budget.inputs.topk_ids)
-    key = torch.where(wanted, -total, INT64_MAX).view(pools.count, experts + 1)[:, own]
+
+def experts_read(
+    expert: Tensor,
+    weights: Tensor,
+    unit: Tensor | float,
+    own: Tensor,
+    places: Tensor,
+    pools: int,
+    experts: int,
+) -> Tensor:
+    """[pools, experts + 1] bool: which experts get tokens where max_active rules.
+
+    Args:
+        expert: [tokens, k] pool * (experts + 1) + expert; the last of a pool stands for none.
+        weights: [tokens, k].
+        unit: of `weight_unit`.
+        own: [hosts, most] experts of each device, ascending; the number of experts for no more.
+        places: [hosts] how many of them it may read.
+        pools: of tokens.
+        experts: of the layer.
+    """
+    count = torch.zeros(pools * (experts + 1), dtype=torch.int64, device=expert.device)
+    wanted = count.scatter_add(0, expert.flatten(), torch.ones_like(expert).flatten()) > 0
+    limited = weights.double().nan_to_num(nan=0.0).clamp(-WEIGHT_LIMIT, WEIGHT_LIMIT)
+    total = count.scatter_add(0, expert.flatten(), (limited * unit).long().flatten())
+
+    key = torch.where(wanted, -total, INT64_MAX).view(pools, experts + 1)[:, own]
     key = torch.where(own < experts, key, INT64_MAX)
     # experts ascend in a row, so a stable sort sends ties to the smaller one
     order = torch.sort(key, dim=2, stable=True).indices
-    rank = torch.arange(hosts.most, device=budget.device).expand_as(order)
+    rank = torch.arange(own.shape[1], device=expert.device).expand_as(order)
     rank = torch.empty_like(order).scatter_(2, order, rank)
-    fits = rank < table(hosts.places, budget.inputs.topk_ids).unsqueeze(1)
-    read = torch.zeros((pools.count, experts + 1), dtype=torch.bool, device=budget.device)
-    read = read.scatter(1, own.flatten().expand(pools.count, -1), fits.flatten(1))
-    kept = candidates.offered & (read.flatten()[expert] | ~budget.narrowed)
-    return Survivors.of(candidates, kept)
+    fits = rank < places.unsqueeze(1)
+    read = torch.zeros((pools, experts + 1), dtype=torch.bool, device=expert.device)
+    return read.scatter(1, own.flatten().expand(pools, -1), fits.flatten(1))
 
 
 def keep_best(budget: Budget, candidates: Candidates, fill: bool = False) -> Survivors:
