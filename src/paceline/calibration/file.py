@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from paceline.calibration.identity import LayerIdentity
 from paceline.calibration.layer import LayerCalibration, layer_from
 from paceline.placement import ExpertPlacement
 from paceline.plan import Plan
+from paceline.whole_file import whole_file
 
 FILE = "calibration.safetensors"
 """In the folder of a calibration."""
@@ -156,15 +156,8 @@ class Calibration:
             for index, layer in enumerate(self.layers)
             for name, tensor in layer.tensors().items()
         }
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{FILE}.")  # made 0600
-        os.close(handle)
-        try:
-            save_file(tensors, temporary, {_HEADER: json.dumps(header)})
-            os.chmod(temporary, 0o600)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        with whole_file(path, private=True) as file:
+            save_file(tensors, file, {_HEADER: json.dumps(header)})
         return path
 
     @classmethod
