@@ -7,7 +7,9 @@
 (OLMoE, Mixtral and Qwen3-30B shapes, bf16) with and without a cap; 4. the same layer on 8 emulated
 devices: the rows that each rank would get are run one rank after the other on this one GPU, and
 the slowest is what the others would wait for; 5. time against rows an expert, where tile steps and
-the memory-bound ridge show. Weights are random: times are real, qualities are not measured.
+the memory-bound ridge show; 6. the cap as the vLLM plugin runs it, which needs no vLLM: one
+captured graph is replayed under changed policies and padding, and compared with routing on the
+host. Weights are random: times are real, qualities are not measured.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import torch
 from torch import Tensor
 
 from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, route
+from paceline.engines.vllm.device import DeviceCap
 from paceline.reporting.environment import environment
 from paceline.routing.selection import using_backend
 
@@ -247,6 +250,63 @@ def ridge(bench: Bench, name: str, layer: Layer, experts: Experts) -> dict[str, 
     return {"layer": name, "experts": local, "microseconds by rows an expert": times}
 
 
+def plugin(bench: Bench, shape: tuple[int, int, int]) -> dict[str, Any]:
+    """The vLLM plugin's operator: what a captured graph does when policy and padding change.
+
+    Raises:
+        AssertionError: if a replay differs from `route` on the host.
+        RuntimeError: if the operator waits for the device.
+    """
+    tokens, experts, k = shape
+    logits = favoured(bench, tokens, experts)
+    placement = ExpertPlacement.contiguous(experts, min(DEVICES, experts))
+    scores = logits.softmax(-1)
+    chosen_weights, chosen = scores.topk(k, dim=-1)
+    start = CapacityPolicy(capacity_factor=1.0, min_expert_load=0)
+    cap = DeviceCap(start, placement, k, tokens, bench.device)
+    ids, weights = chosen.int(), chosen_weights.clone()
+    valid = torch.ones(tokens, dtype=torch.bool, device=bench.device)
+
+    def run() -> None:
+        ids.copy_(chosen)
+        weights.copy_(chosen_weights)
+        cap(weights, ids, chosen_weights, valid)
+
+    run()
+    if not bench.dry:  # kernels are compiled by now: from here on nothing may wait
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        run()
+        torch.cuda.set_sync_debug_mode("default")
+    replay, checked = bench.graph(run), 0
+    changes: tuple[dict[str, Any], ...] = (
+        {}, {"capacity_factor": 0.7}, {"mode": "shadow"}, {"min_expert_load": 1e6}
+    )  # fmt: skip
+    for change in changes:
+        policy = start.replace(**change)
+        cap.follow(policy)
+        for real in (tokens, tokens // 3):
+            valid.copy_(torch.arange(tokens, device=bench.device) < real)
+            replay()
+            inputs = RoutingInputs(
+                chosen.cpu(), chosen_weights.cpu(), scores.cpu(), valid=valid.cpu()
+            )
+            kept = route(inputs, policy, placement).kept
+            lost = ~kept & valid.cpu().unsqueeze(1)
+            assert torch.equal(ids.cpu(), torch.where(lost, -1, chosen.cpu()).int()), change
+            assert torch.equal(weights.cpu() == 0, lost), change
+            checked += int(lost.sum())
+    cap.follow(None)
+    replay()
+    assert torch.equal(ids, chosen.int())
+    inner = 1 if bench.dry else 20
+    return {
+        "shape": shape,
+        "dropped in all checks": checked,
+        "microseconds": bench.microseconds(replay, inner=inner),
+    }
+
+
 def gpu_tests() -> dict[str, Any]:
     """Run the GPU tests; their closing line and whether they passed."""
     command = [sys.executable, "-m", "pytest", "-q", "tests/routing/test_kernels_gpu.py"]
@@ -287,6 +347,8 @@ def main() -> None:
             add("tests", gpu_tests())
         for shape in routers:
             add("router", router(bench, shape))
+        for shape in routers:
+            add("plugin", plugin(bench, shape))
         for name, layer in layers.items():
             experts = Experts(bench, layer)
             add("ridge", ridge(bench, name, layer, experts))

@@ -2,6 +2,7 @@
 
     python benchmarks/isolation.py cost      drops, perplexity and balance of the demo model by pool
     python benchmarks/isolation.py leak      what a request's own outcome tells of its neighbour
+    python benchmarks/isolation.py flood     what neighbours who repeat a token do to a request
 
 Beside the pools of the library stands a middle way, built here out of `register_keep`: each request
 is guaranteed the share of every unit that it would have alone (rounded down), and room that is left
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -46,11 +47,11 @@ POOLS = ("batch", "source", "request", "shared")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("part", choices=("cost", "leak"))
+    parser.add_argument("part", choices=("cost", "leak", "flood"))
     parser.add_argument("--lengths", type=int, nargs="+", default=[32, 128, 512])
     parser.add_argument("--batches", type=int, default=6, help="of 2048 tokens each")
     options = parser.parse_args()
-    run = {"cost": cost, "leak": leak}[options.part]
+    run = {"cost": cost, "leak": leak, "flood": flood}[options.part]
     found = run(options.lengths, options.batches)
     data = {"program": "benchmarks/isolation.py", "part": options.part, "model": "demo", **found}
     path = RESULTS / f"isolation_{options.part}.json"
@@ -84,7 +85,7 @@ def guaranteed_first(
         k = ids.shape[1]
         real = torch.ones_like(request, dtype=torch.bool) if valid is None else valid
         first = torch.zeros_like(scores)
-        for one in request[real].unique():
+        for one in torch.unique(request[real]):
             rows = (real & (request == one)).nonzero().flatten()
             own, best = device[ids[rows]], scores[rows]
             for unit, hosted in enumerate(placement.sizes):
@@ -220,7 +221,7 @@ def leak(lengths: list[int], _: int) -> dict[str, Any]:
 
 
 def outcome(
-    own: list[Mapping[str, Tensor]],
+    own: Sequence[Mapping[str, Tensor]],
     neighbour: Mapping[str, Tensor],
     policy: CapacityPolicy,
     placement: ExpertPlacement,
@@ -238,6 +239,49 @@ def outcome(
     )
     kept = route(inputs, policy, placement).kept
     return tuple(kept[: len(own) * length].flatten().tolist())
+
+
+# -- what neighbours do ----------------------------------------------------------------------------
+
+
+def flood(lengths: list[int], _: int) -> dict[str, Any]:
+    """Losses of requests beside texts, and beside the worst of four repeated tokens."""
+    model, tokenizer = load_model()
+    texts = {name: read_text(name) for name in domains()}
+    length, rows, victims = lengths[0], 16, 6
+    ids = make_batches(tokenizer, texts, Sampling(length * 72, rows, length, mix=True))[0][0].ids
+    tokens = torch.randint(100, 6000, (4,), generator=torch.Generator().manual_seed(0))
+
+    @torch.inference_mode()
+    def loss(victim: Tensor, others: Tensor) -> float:
+        logits = model(input_ids=torch.cat([others, victim[None]]), use_cache=False).logits
+        return float(torch.nn.functional.cross_entropy(logits[-1, :-1], victim[1:]))
+
+    results: list[dict[str, Any]] = []
+    with attach(model, None, DEVICES) as pace:
+        pace.watch(lambda *_: None, Facts(scores=True, request=True))
+        alone = [loss(victim, ids[:0]) for victim in ids[:victims]]
+        for unit, factor in CAPS:
+            for pool in ("batch", "request", "shared"):
+                pace.policy = policy_of(pool, unit, factor, model.config.num_experts)
+                usual, worst = [], []
+                for row, victim in enumerate(ids[:victims]):
+                    others = torch.cat([ids[:row], ids[row + 1 :]])
+                    usual.append(loss(victim, others) - alone[row])
+                    flooded = [torch.full_like(others, int(token)) for token in tokens]
+                    worst.append(max(loss(victim, other) for other in flooded) - alone[row])
+                results.append(
+                    {
+                        "request_tokens": length,
+                        "unit": unit,
+                        "capacity_factor": factor,
+                        "pool": pool,
+                        "nats_beside_texts": sum(usual) / victims,
+                        "nats_beside_the_worst_flood": sum(worst) / victims,
+                    }
+                )
+                print(results[-1], flush=True)
+    return {"devices": DEVICES, "requests": victims, "batch_requests": rows, "results": results}
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from paceline.evaluation.batches import Batch, cut, mixed
 from paceline.evaluation.perplexity import Losses, batch_losses, change
 from paceline.plan import Plan
 from paceline.traces import Trace, open_trace, sample
+from paceline.traces.bearing import keeps_of
 from paceline.traces.record import Recorder
 from paceline.traces.simulate import simulate
 
@@ -180,9 +181,7 @@ def figure7(traces: Mapping[str, Trace]) -> list[dict[str, Any]]:
     rows = []
     for traffic, trace in traces.items():
         plans = {"none": Plan(placements=(DEVICES,))}
-        keep = "score" if trace.header.content == "scores" or trace.header.scores_are_weights else (
-            "weight"
-        )  # fmt: skip
+        keep = keeps_of(trace)[0]
         for unit in ("expert", "device"):
             for gamma in GAMMAS:
                 cap: Any = {"unit": unit, "keep": keep, "min_expert_load": 0}

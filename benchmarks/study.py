@@ -2,6 +2,8 @@
 
     python benchmarks/study.py            print the tables from results/study/
     python benchmarks/study.py --write    run every command again and keep what it says
+    python benchmarks/study.py --whole --traces FOLDER --write    the same on the whole traces that
+                                          the samples are parts of, into results/study_whole/
 
 Nothing is timed; rows are counted. Times in decisions are the cost model's.
 """
@@ -23,12 +25,13 @@ from paceline.cli.app import app
 from paceline.demo.assets import domains, read_text
 
 RESULTS = Path(__file__).resolve().parent / "results" / "study"
+WHOLE = RESULTS.with_name("study_whole")
 INTENT, LAW = "sample:esft_v2lite_intent", "sample:esft_v2lite_law"
 DECODE = "sample:gpt_oss_20b_decode"
 CONFIGS: dict[str, dict[str, Any]] = {
     "v2lite.json": {
         "hidden_size": 2048, "moe_intermediate_size": 1408, "n_routed_experts": 64,
-        "num_experts_per_tok": 6, "num_hidden_layers": 27,
+        "num_experts_per_tok": 6, "num_hidden_layers": 27, "n_shared_experts": 2,
     },
     "gpt_oss.json": {
         "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32,
@@ -62,25 +65,47 @@ COMMANDS = {
 }
 """Every command of the study; --json is added."""
 
+
+def whole(command: str) -> str:
+    """A command on the whole traces, in the folder `traces`, in batches twice as large.
+
+    >>> whole("paceline report sample:esft_v2lite_law --batch-tokens 512")[:51]
+    'paceline report traces/esft_v2lite_law.npz --batch-'
+    """
+    words = command.replace("--batch-tokens 512", "--batch-tokens 1024").split()
+    config = "gpt_oss.json" if DECODE in words else "v2lite.json"
+    said = [f"traces/{w.removeprefix('sample:')}.npz" if w.startswith("sample:") else w
+            for w in words]  # fmt: skip
+    return " ".join(said if "--model-config" in words else [*said, "--model-config", config])
+
+
+WHOLE_COMMANDS = {
+    name: whole(command) for name, command in COMMANDS.items() if name != "loads_demo"
+}
+"""The same on the whole traces."""
+
 _KEPT = ("schema", "devices", "batch_tokens", "batches", "batches_are", "judged_batches",
          "judged_on", "placement_is", "keep", "ways", "verdict", "second_half", "other_trace",
          "decision", "hardware", "trace", "groups")  # fmt: skip
 
 
-def run(name: str) -> dict[str, Any]:
+def run(name: str, commands: Mapping[str, str] = COMMANDS) -> dict[str, Any]:
     """What a command says, run in a folder that has the configs, without what differs by machine.
 
     Raises:
         RuntimeError: if it fails.
     """
-    done = CliRunner().invoke(app, [*shlex.split(COMMANDS[name])[1:], "--json"])
+    done = CliRunner().invoke(app, [*shlex.split(commands[name])[1:], "--json"])
     if done.exit_code:
-        raise RuntimeError(f"{COMMANDS[name]}: {done.stderr}")
+        raise RuntimeError(f"{commands[name]}: {done.stderr}")
     found = json.loads(done.stdout)
     kept = {key: found[key] for key in _KEPT if key in found}
     if str(kept["schema"]).startswith("paceline-report"):
         kept["ways"] = [{k: v for k, v in way.items() if k != "layers"} for way in kept["ways"]]
-    return {"command": f"{COMMANDS[name]} --json", **kept}
+    for part in ("second_half", "other_trace"):  # figures layer by layer would fill pages
+        for each in (kept.get(part) or {}).get("ways", {}).values():
+            each.pop("layers", None)
+    return {"command": f"{commands[name]} --json", **kept}
 
 
 def way(result: Mapping[str, Any], placement: str, unit: Any, gamma: Any) -> Mapping[str, Any]:
@@ -164,13 +189,14 @@ def tables(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
         ["tokens a batch", "busiest device", "place", "cap 1.25: dropped", "mass lost", "gain"],
         rows,
     )
-    out["phases"] = _table(
-        ["phase", "tokens", "busiest device"],
-        [
-            [group["phase"], f"{group['tokens']:,}", _times(group["device_peak_to_mean"])]
-            for group in sorted(results["loads_demo"]["groups"], key=lambda g: -g["tokens"])
-        ],
-    )
+    if "loads_demo" in results:
+        out["phases"] = _table(
+            ["phase", "tokens", "busiest device"],
+            [
+                [group["phase"], f"{group['tokens']:,}", _times(group["device_peak_to_mean"])]
+                for group in sorted(results["loads_demo"]["groups"], key=lambda g: -g["tokens"])
+            ],
+        )
     rows = []
     for name, what in (
         ("plan_prefill", "law, its second half; H20"),
@@ -193,9 +219,10 @@ def tables(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     return out
 
 
-def load() -> dict[str, dict[str, Any]]:
+def load(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
     """The results that are kept."""
-    return {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in COMMANDS}
+    names = COMMANDS if folder == RESULTS else WHOLE_COMMANDS
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in names}
 
 
 def _cap(found: Mapping[str, Any]) -> list[str]:
@@ -235,16 +262,25 @@ def prepare(folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="run all again")
-    if parser.parse_args().write:
-        RESULTS.mkdir(exist_ok=True)
+    parser.add_argument("--whole", action="store_true", help="on the whole traces")
+    parser.add_argument("--traces", type=Path, help="folder of the whole traces (.npz)")
+    options = parser.parse_args()
+    results, commands = (WHOLE, WHOLE_COMMANDS) if options.whole else (RESULTS, COMMANDS)
+    if options.write:
+        if options.whole and options.traces is None:
+            parser.error("--whole --write needs --traces")
+        results.mkdir(exist_ok=True)
+        traces = options.traces and options.traces.absolute()
         with tempfile.TemporaryDirectory() as folder:
             os.chdir(folder)
             prepare(Path())
-            for name in COMMANDS:
-                text = json.dumps(run(name), indent=1) + "\n"
-                (RESULTS / f"{name}.json").write_text(text, encoding="utf-8")
-            os.chdir(RESULTS)
-    for title, table in tables(load()).items():
+            if options.whole:
+                Path("traces").symlink_to(traces)
+            for name in commands:
+                text = json.dumps(run(name, commands), indent=1) + "\n"
+                (results / f"{name}.json").write_text(text, encoding="utf-8")
+            os.chdir(results)
+    for title, table in tables(load(results)).items():
         print(f"\n## {title}\n\n{table}")
 
 

@@ -45,6 +45,10 @@ class Expected:
     dropped: int
     extras: int
     gate_mass_kept: float
+    narrowed: bool
+    active_before: list[int]
+    active_after: list[int]
+    tokens_without_expert: int
     renormalized: set[int] = field(default_factory=set)  # tokens whose weights were rescaled
 
 
@@ -111,7 +115,8 @@ def route_oracle(inputs: Any, policy: Any, placement: Any = None) -> Expected:
 
     # Which pools are capped in this forward?
     factor = policy.capacity_factor
-    caps = factor is not None and math.isfinite(factor) and policy.mode != "observe"
+    watches = policy.mode == "observe"
+    caps = factor is not None and math.isfinite(factor) and not watches
     minimum = 8 if policy.min_expert_load == "auto" else policy.min_expert_load  # 8: on a CPU
     decode = [False] * T
     if policy.phase == "prefill" and inputs.token_decode is not None:
@@ -131,6 +136,29 @@ def route_oracle(inputs: Any, policy: Any, placement: Any = None) -> Expected:
         [capacity_of(f, len(pool), k, n, E) if f is not None and cap else INT64_MAX for n in hosted]
         for pool, cap in zip(members, capped, strict=True)
     ]
+
+    # With few tokens weights are what costs: which experts may a device read for each pool?
+    few = Fraction(len(tokens) * k, E) < Fraction(str(minimum))
+    narrowed = policy.max_active is not None and not watches and few
+
+    def may_read(pool: list[int]) -> set[int]:
+        sums: dict[int, Fraction] = {}
+        for t in pool:
+            for e, w in zip(ids[t], weights[t], strict=True):
+                if 0 <= e < E:
+                    counted = Fraction(0 if math.isnan(w) else max(-128.0, min(128.0, w)))
+                    sums[e] = sums.get(e, Fraction(0)) + counted
+        allowed: set[int] = set()
+        for d in range(devices):
+            mine = [e for e in range(E) if host[e] == d]
+            most = policy.max_active
+            if not isinstance(most, int):
+                most = math.ceil(Fraction(str(most)) * len(mine))
+            wanted = sorted((e for e in mine if e in sums), key=lambda e: (-sums[e], e))
+            allowed.update(wanted[:most])
+        return allowed
+
+    readable = [may_read(pool) if narrowed else set(range(E)) for pool in members]
 
     # The order of preference.
     priority = [0] * T
@@ -217,7 +245,8 @@ def route_oracle(inputs: Any, policy: Any, placement: Any = None) -> Expected:
     asking = by_unit(genuine + extras if compete else genuine)
     for p in range(pools):
         for u in range(units):
-            survivors += sorted(asking[p][u], key=order)[: capacity[p][u]]
+            here = [a for a in asking[p][u] if a.expert in readable[p]]
+            survivors += sorted(here, key=order)[: capacity[p][u]]
     if compete and policy.max_experts is not None:
         for t in tokens:
             best = sorted(
@@ -248,6 +277,9 @@ def route_oracle(inputs: Any, policy: Any, placement: Any = None) -> Expected:
         values = [a.weight if no_scores else a.score for a in items]
         return sum(v for v in values if not math.isnan(v))
 
+    def active(items: list[Item]) -> list[int]:
+        return [len({a.expert for a in items if host[a.expert] == d}) for d in range(devices)]
+
     kept_genuine = [a for a in survivors if a.slot < k]
     expected = Expected(
         topk_ids=[], topk_weights=[], kept=[], capacity=capacity,
@@ -257,6 +289,9 @@ def route_oracle(inputs: Any, policy: Any, placement: Any = None) -> Expected:
         dropped=len(genuine) - len(kept_genuine),
         extras=len(survivors) - len(kept_genuine),
         gate_mass_kept=mass(kept_genuine) / mass(genuine) if mass(genuine) else 1.0,
+        narrowed=narrowed,
+        active_before=active(genuine), active_after=active(survivors),
+        tokens_without_expert=len({a.token for a in genuine} - {a.token for a in survivors}),
     )  # fmt: skip
 
     # What is written out: shadow shows the model's own choice.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -217,6 +219,34 @@ def cases(
         step=torch.tensor(step) if draw(st.booleans()) else step,
     )
     return Case(inputs, policy, placement)
+
+
+SHARES = [0.01, 0.1, 1 / 3, 0.5, 0.6, 0.1 + 0.2]
+
+
+@st.composite
+def narrow_cases(draw: Any, capped: bool | None = None, **options: Any) -> Case:
+    """A call of `route` with a max_active that may bind, and a threshold near its size.
+
+    `capped`: whether there is a capacity_factor too.
+    """
+    fixed = {"pool": draw(st.sampled_from(["batch", "batch", "source"])), "phase": "all"}
+    loads = [10**6, 10**6, 1, 2.5, 0.1, "auto"]
+    fixed["min_expert_load"] = draw(st.sampled_from(loads))
+    if capped is False or (capped is None and draw(st.booleans())):
+        fixed["capacity_factor"] = None
+    case = draw(cases(**{**fixed, **options}))
+    experts = case.inputs.experts(case.placement)
+    devices = experts if case.placement is None else case.placement.num_devices
+    some = draw(st.integers(1, max(1, min(devices, experts // 2))))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    host = rng.permutation(devices)[:some][rng.integers(0, some, size=experts)]
+    host[: experts // some + 1] = host[0]  # a device that hosts several
+    placement = ExpertPlacement.explicit(host.tolist(), num_devices=devices)
+    largest = max(placement.sizes)
+    shares = [x for x in SHARES if math.ceil(Fraction(str(x)) * largest) < largest]
+    most = draw(st.sampled_from([*range(1, min(largest, 5)), *shares]))
+    return Case(case.inputs, case.policy.replace(max_active=most), placement)
 
 
 def _skewed(n: int) -> np.ndarray:

@@ -114,3 +114,31 @@ def test_kept_loads_are_the_models_and_methods_keep_their_word() -> None:
 def test_the_page_has_the_table() -> None:
     page = (ROOT / "docs" / "study.md").read_text(encoding="utf-8")
     assert FIGURES["table2_page"](KEPT["table2"]) in page
+
+
+def test_pictures_draw_what_is_kept_and_tell_lines_apart_without_colour(tmp_path: Path) -> None:
+    pictures = runpy.run_path(str(ROOT / "benchmarks" / "paper_pictures.py"))
+    drawn = {name: draw(KEPT[name]) for name, draw in pictures["FIGURES"].items()}
+    for figure in drawn.values():
+        looks = [(line.marker.symbol, line.line.dash) for line in figure.data]
+        assert len(set(looks)) == len(looks) >= 4
+    for line, row in zip(drawn["figure7"].data, KEPT["figure7"], strict=True):
+        assert dict(zip(line.x, line.y, strict=True)) == {
+            float(name): pytest.approx(100 * row[name])
+            for name in row
+            if name not in ("traffic", "unit")
+        }
+    for line, row in zip(drawn["figure8"].data, KEPT["figure8"], strict=True):
+        assert list(line.y) == row["mean_score"][:16]
+    worst = max(
+        (row for row in KEPT["figure9"] if row["method"] == "none"), key=lambda r: r["peak_to_mean"]
+    )
+    loads = {line.name: list(line.y) for line in drawn["figure9"].data}
+    assert loads.pop("no cap") == worst["loads"]
+    assert set(loads) == {"Expert Drop", "Token Drop, 1.5", "Token Drop, 1", "Expanded Drop, 1"}
+    pictures["write"](drawn["figure9"], tmp_path / "page.html")
+    assert (tmp_path / "page.html").stat().st_size > 1e6
+    page = (ROOT / "docs" / "study.md").read_text(encoding="utf-8")
+    for name in drawn:
+        assert f"(figures/{name}.svg)" in page
+        assert (ROOT / "docs" / "figures" / f"{name}.svg").read_text().startswith("<svg")

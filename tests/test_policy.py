@@ -19,7 +19,7 @@ DEFAULTS = {
     "unit": "device", "pool": "batch", "keep": "score", "min_expert_load": "auto", "phase": "all",
     "mode": "enforce", "renormalize": False, "compensate": False, "expand": None,
     "expand_limit": None, "expand_rule": "fill", "max_experts": None, "fill_to": 1.0,
-    "drop_first": (), "protect_first": 0, "seed": 0,
+    "drop_first": (), "protect_first": 0, "seed": 0, "max_active": None,
 }  # fmt: skip
 
 
@@ -32,13 +32,20 @@ def any_policy(draw: Any) -> CapacityPolicy:
     rule = draw(st.sampled_from(["fill", "compete"]))
     expand = draw(st.sampled_from([None, "own_device", "visited_devices", "all"]))
     modalities = st.sampled_from(["image", "audio", "video", "text"])
+    most = st.one_of(st.integers(1, 10**6), st.floats(0, 1, exclude_min=True, exclude_max=True))
+    max_active = draw(st.one_of(st.none(), most))
+    rules = {} if max_active is None else {"max_active": max_active}
+    least = 0 if max_active is None else 1
     return CapacityPolicy(
+        **rules,
         capacity_factor=draw(st.one_of(st.none(), st.just(math.inf), positive)),
         unit=draw(st.sampled_from(["device", "expert"])),
-        pool=draw(st.sampled_from(["batch", "source", "request"])),
+        pool=draw(st.sampled_from(["batch", "source", "request"][: 3 - least])),
         keep=draw(st.sampled_from([*KEEPS, "order"])),
-        min_expert_load=draw(st.one_of(st.just("auto"), st.integers(0, 10**6), st.floats(0, 1e9))),
-        phase=draw(st.sampled_from(["all", "prefill"])),
+        min_expert_load=draw(
+            st.one_of(st.just("auto"), st.integers(least, 10**6), st.floats(least, 1e9))
+        ),
+        phase=draw(st.sampled_from(["all", "prefill"][: 2 - least])),
         mode=draw(st.sampled_from(["enforce", "shadow", "observe"])),
         **draw(st.sampled_from([{}, {"renormalize": True}, {"compensate": True}])),
         expand=expand,

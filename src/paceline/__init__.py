@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline.engines.transformers import Pace, attach
     from paceline.placement import ExpertPlacement
-    from paceline.policy import CapacityPolicy, PolicyError
+    from paceline.policy import CapacityPolicy
+    from paceline.policy_text import PolicyError
     from paceline.routing import Assignment, RoutingInputs, register_keep, route
 
 __version__ = version("paceline")
@@ -17,7 +18,7 @@ _HOME = {
     "CapacityPolicy": "paceline.policy",
     "ExpertPlacement": "paceline.placement",
     "Pace": "paceline.engines.transformers",
-    "PolicyError": "paceline.policy",
+    "PolicyError": "paceline.policy_text",
     "RoutingInputs": "paceline.routing",
     "attach": "paceline.engines.transformers",
     "register_keep": "paceline.routing",

@@ -1,4 +1,4 @@
-"""What the user wants: a validated, frozen capacity policy, and its text forms.
+"""What the user wants: a validated, frozen capacity policy.
 
 A policy says how much load a unit (a device or an expert) may get and which assignments survive
 when it would get more. It holds no tensors and no model knowledge; `paceline.routing.route`
@@ -7,24 +7,18 @@ turns it into an assignment. See docs/method.md for what each field means.
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from collections.abc import Mapping
 from fractions import Fraction
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from paceline.keeps import KEEP_ALIASES, KEEPS, registered_keeps
+from paceline.numbers import whole_number
+from paceline.policy_text import PolicyError, TextForms
 from paceline.text import shortened
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 Unit = Literal["device", "expert"]
 Pool = Literal["batch", "source", "request"]
@@ -38,11 +32,7 @@ AUTO_MIN_EXPERT_LOAD = {"cuda": 64.0, "cpu": 8.0}
 """Mean tokens an expert below which weights dominate and a cap saves no time, by device type."""
 
 
-class PolicyError(ValueError):
-    """A policy that can't be: one sentence naming the field, its value and what is allowed."""
-
-
-class CapacityPolicy(BaseModel):
+class CapacityPolicy(TextForms):
     """How much load a unit may get, and what survives a cap.
 
     Capacity of a unit hosting n experts in a pool of T valid tokens:
@@ -58,6 +48,9 @@ class CapacityPolicy(BaseModel):
             "random", or a name given to `paceline.register_keep`.
         min_expert_load: no cap while experts get fewer tokens than this on average;
             "auto" takes 64 on CUDA and 8 on CPU, 0 always caps.
+        max_active: in a forward below min_expert_load, where weights dominate: at most so many
+            experts a device get any token, the ones with the largest sum of weights; a whole
+            number >= 1, or a share of the experts that a device hosts (0 < x < 1, rounded up).
         phase: "all", or "prefill": leave decode tokens alone.
         mode: "enforce", "shadow" (count only what would be dropped) or "observe" (loads only).
         renormalize: give a token's survivors the sum its weights had before.
@@ -89,6 +82,7 @@ class CapacityPolicy(BaseModel):
     pool: Pool = "batch"
     keep: str = "score"
     min_expert_load: float | Literal["auto"] = "auto"
+    max_active: int | float | None = None
     phase: Phase = "all"
     mode: Mode = "enforce"
     renormalize: bool = False
@@ -143,6 +137,22 @@ class CapacityPolicy(BaseModel):
             raise ValueError('a finite number of tokens >= 0, or "auto"')
         return number
 
+    @field_validator("max_active", mode="before")
+    @classmethod
+    def _active_allowed(cls, value: Any) -> int | float | None:
+        if value is None:
+            return None
+        text = value.strip() if isinstance(value, str) else ""
+        count = int(text) if text.isdecimal() and len(text) < 20 else whole_number(value)
+        if count is not None and count >= 1:
+            return count
+        share = math.nan if count is not None else _number(value)
+        if not 0 < share < 1:
+            raise ValueError(
+                "a whole number of experts >= 1, a share of a device's experts > 0 and < 1, or None"
+            )
+        return share
+
     @field_validator("keep", mode="before")
     @classmethod
     def _keep_allowed(cls, value: Any) -> Any:
@@ -192,9 +202,29 @@ class CapacityPolicy(BaseModel):
                 f"keep={self.keep!r} with expand={self.expand!r}: a registered metric knows only "
                 f"the top-k, so expand needs keep to be one of {', '.join(KEEPS)}."
             )
+        if self.max_active is not None:
+            self._check_max_active(self.max_active)
         for name in ("factor", "fill_factor", "json_form"):
             getattr(self, name)  # derived once, here, not where a compiler looks on
         return self
+
+    def _check_max_active(self, most: float) -> None:
+        """Refuse what contradicts it: it chooses experts for a batch, in forwards that decode."""
+        if self.pool == "request":
+            raise PolicyError(
+                f'max_active={most} with pool="request": a device reads an expert for all requests '
+                'of a batch, so pool is "batch" or "source" with it.'
+            )
+        if self.phase == "prefill":
+            raise PolicyError(
+                f'max_active={most} with phase="prefill": it caps what decode reads, which that '
+                'leaves alone, so phase is "all" with it.'
+            )
+        if self.min_expert_load == 0:
+            raise PolicyError(
+                f"max_active={most} with min_expert_load=0 can never apply: it rules below "
+                "min_expert_load, which is > 0 with it."
+            )
 
     # -- derived ------------------------------------------------------------------------------
 
@@ -212,7 +242,8 @@ class CapacityPolicy(BaseModel):
     @property
     def caps(self) -> bool:
         """Whether the policy can drop anything, or count what would be dropped."""
-        return self.capacity_factor is not None and self.mode != "observe"
+        some = self.capacity_factor is not None or self.max_active is not None
+        return some and self.mode != "observe"
 
     def replace(self, **changes: Any) -> CapacityPolicy:
         """The same policy with some fields changed, validated like a new one.
@@ -244,122 +275,6 @@ class CapacityPolicy(BaseModel):
         if self.min_expert_load == "auto":
             return AUTO_MIN_EXPERT_LOAD.get(device_type, AUTO_MIN_EXPERT_LOAD["cuda"])
         return self.min_expert_load
-
-    # -- text forms ---------------------------------------------------------------------------
-
-    def changed_fields(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, in order; lists instead of tuples.
-
-        Examples:
-            >>> CapacityPolicy(capacity_factor=1.25, keep="score").changed_fields()
-            {'capacity_factor': 1.25}
-        """
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name in type(self).model_fields
-            if (value := getattr(self, name)) != type(self).model_fields[name].default
-        }
-
-    def __str__(self) -> str:
-        """Short form, "capacity_factor=1.25,unit=expert"; `parse` reads it back."""
-        fields = self.changed_fields()
-        return ",".join(
-            f"{name}={'+'.join(value) if isinstance(value, list) else str(value).lower()}"
-            if not isinstance(value, str)
-            else f"{name}={value}"
-            for name, value in fields.items()
-        )
-
-    @classmethod
-    def parse(cls, text: str) -> CapacityPolicy:
-        """Read the short form, for example "capacity_factor=1.25,unit=device,drop_first=image".
-
-        Raises:
-            PolicyError: on an unknown field, a missing "=" or a bad value.
-
-        Examples:
-            >>> CapacityPolicy.parse("capacity_factor=1.25,drop_first=image+video").drop_first
-            ('image', 'video')
-        """
-        _require_text(text)
-        fields: dict[str, Any] = {}
-        for part in filter(None, (part.strip() for part in text.split(","))):
-            name, equals, value = (piece.strip() for piece in part.partition("="))
-            if not equals or not value:
-                raise PolicyError(
-                    f"policy {text!r}: {part!r} is not of the form name=value, "
-                    'as in "capacity_factor=1.25,unit=device".'
-                )
-            if name in fields:
-                raise PolicyError(f"policy {text!r}: {name} is given twice.")
-            fields[name] = None if value.lower() == "none" else value
-        return cls(**fields)
-
-    def to_json(self) -> str:
-        """All fields as a JSON object; `from_json` reads it back.
-
-        Examples:
-            >>> CapacityPolicy(capacity_factor=1.25).to_json()[:40]
-            '{"capacity_factor":1.25,"unit":"device",'
-        """
-        return self.json_form
-
-    @cached_property
-    def json_form(self) -> str:
-        """`to_json`'s text, at hand where a compiler looks on."""
-        return self.model_dump_json()
-
-    @classmethod
-    def from_json(cls, text: str) -> CapacityPolicy:
-        """Read `to_json`'s form. Raises PolicyError on bad JSON or a bad field.
-
-        Examples:
-            >>> CapacityPolicy.from_json('{"capacity_factor": 1.25}').capacity_factor
-            1.25
-        """
-        _require_text(text)
-        try:
-            fields = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PolicyError(f"policy is not JSON: {error}.") from None
-        return cls._from_mapping(fields)
-
-    def to_toml(self) -> str:
-        """The fields that differ from their defaults as a TOML table; `from_toml` reads it back.
-
-        Examples:
-            >>> CapacityPolicy(capacity_factor=1.25).to_toml()
-            'capacity_factor = 1.25\\n'
-        """
-        return tomli_w.dumps(self.changed_fields())
-
-    @classmethod
-    def from_toml(cls, text: str) -> CapacityPolicy:
-        """Read `to_toml`'s form. Raises PolicyError on bad TOML or a bad field.
-
-        A float keeps the decimal that the file spells.
-
-        Examples:
-            >>> CapacityPolicy.from_toml("capacity_factor = 1.25").capacity_factor
-            1.25
-        """
-        _require_text(text)
-        try:
-            fields = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise PolicyError(f"policy is not TOML: {error}.") from None
-        return cls._from_mapping(fields)
-
-    @classmethod
-    def _from_mapping(cls, fields: Any) -> CapacityPolicy:
-        if not isinstance(fields, dict):
-            raise PolicyError(f"policy {fields!r} is not a table of fields.")
-        return cls(**fields)
-
-
-def _require_text(text: Any) -> None:
-    if not isinstance(text, str):
-        raise PolicyError(f"policy is a {type(text).__name__}: allowed is a text.")
 
 
 def _number(value: Any) -> float:

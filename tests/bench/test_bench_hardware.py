@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from paceline.analysis.cost import LayerShape, device_seconds
 from paceline.analysis.hardware import Hardware, hardware_of
-from paceline.bench.hardware import Timing, fit, measure, non_negative
+from paceline.bench.hardware import Timing, fit, is_decode, left_out, measure, non_negative, within
 from paceline.cli.app import app
 
 TRUE = Hardware("true", flops=1.5e11, memory=1.2e10, memory_size=1e9, link=1e9, launch=3e-4,
@@ -39,7 +40,7 @@ def timings(hardware: Hardware, seed: int, noise: float = 0.0) -> list[Timing]:
 def test_the_device_that_made_the_timings_is_found() -> None:
     found = fit(timings(TRUE, 0), timings(TRUE, 1))
     assert np.abs(found.held_out).max() < 1e-6
-    assert found.within == 1.0
+    assert within(found.held_out) == len(found.held_out)
     for name in ("flops", "memory", "launch", "per_expert", "slow_flops", "activations"):
         assert getattr(found.hardware, name) == pytest.approx(getattr(TRUE, name), rel=1e-4), name
     assert found.hardware.slow_rows == 16
@@ -53,7 +54,23 @@ def test_noise_is_averaged_out() -> None:
 def test_a_wrong_device_is_seen_on_shapes_that_took_no_part() -> None:
     slower = Hardware(**{**TRUE.__dict__, "flops": TRUE.flops / 3, "memory": TRUE.memory / 3})
     found = fit(timings(TRUE, 0), timings(slower, 1))
-    assert found.within < 0.5
+    assert within(found.held_out) < len(found.held_out) / 2
+
+
+def test_every_size_is_judged_by_the_others() -> None:
+    """Noise and one size that is slower than its sizes say: it alone is off."""
+    seen = timings(TRUE, 0, noise=0.02)
+    odd = seen[10].shape
+    seen = [replace(t, seconds=t.seconds * (1.5 if t.shape == odd else 1)) for t in seen]
+    errors = dict(zip(seen, left_out(seen), strict=True))
+    of_odd = [e for t, e in errors.items() if t.shape == odd]
+    others = [e for t, e in errors.items() if t.shape != odd]
+    assert max(of_odd) < -0.2
+    assert within(others) >= 0.7 * len(others)
+    decode = [t for t in seen if is_decode(t)]
+    assert decode
+    assert all(sum(t.rows) / 8 <= 4 for t in decode)
+    assert len(decode) < len(seen)
 
 
 @given(st.data())
@@ -97,6 +114,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ran.exit_code == 0, ran.output
     said = json.loads(ran.stdout)
     assert len(said["held_out"]) == len(bench.MEAN_ROWS)
+    assert 0 <= said["held_out_within_15_percent"] <= len(bench.MEAN_ROWS)
+    assert 0 < said["decode_cases"] < len(bench.MEAN_ROWS)
     found = hardware_of(str(out))
     assert (found.link, found.precision) == (2e9, "fp32")
     published = CliRunner().invoke(app, ["calibrate-hardware", "--published", "--json"])

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 import tiny_models
 from helpers import fingerprint, model_of
 
-from paceline.analysis.observe import Sampling
+from paceline.analysis.observe import Sampling, make_batches
 from paceline.analysis.placement_search import Shape, search_map
 from paceline.calibration.collect import calibrate
 from paceline.calibration.file import FILE, Calibration, CalibrationError
@@ -26,6 +26,7 @@ from paceline.calibration.fit import ROWS_PER_RANK, fit
 from paceline.calibration.layer_fit import RIDGES
 from paceline.calibration.moments import Moments
 from paceline.cli.app import app
+from paceline.evaluation.batches import Batch
 
 
 class Letters:
@@ -220,3 +221,28 @@ def test_texts_that_do_not_cover_each_other_are_named(found: tuple[Any, Calibrat
     (said,) = replace(result, layers=tuple(layers)).warnings()
     assert said.startswith("b is not covered by the other texts")
     assert "10%" in said
+
+
+def same(one: Calibration, other: Calibration) -> None:
+    assert (one.texts, one.tokens) == (other.texts, other.tokens)
+    for a, b in zip(one.layers, other.layers, strict=True):
+        for name, tensor in a.tensors().items():
+            torch.testing.assert_close(tensor, b.tensors()[name], rtol=1e-3, atol=1e-4)
+
+
+def test_batches_of_arguments_teach_what_their_texts_do() -> None:
+    """With padding too, which teaches nothing."""
+    model = model_of("mixtral")
+    want = calibrate(model, Letters(), TEXTS, rank=4, sampling=SAMPLING)
+    batches, _ = make_batches(Letters(), TEXTS, SAMPLING)
+    same(calibrate(model, None, batches, rank=4), want)
+    padded = []
+    for batch in batches:
+        ids = torch.nn.functional.pad(batch.ids, (0, 6), value=7)
+        mask = torch.nn.functional.pad(torch.ones_like(batch.ids), (0, 6))
+        padded.append(Batch(ids, batch.sources, {"attention_mask": mask}))
+    same(calibrate(model, None, padded, rank=4), want)
+    nothing = [Batch(b.ids, b.sources, {"attention_mask": b.ids * 0}) for b in batches]
+    for empty in ([], nothing):
+        with pytest.raises(ValueError, match="no token"):
+            calibrate(model, None, empty, rank=4)

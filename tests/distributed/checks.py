@@ -28,6 +28,7 @@ from transformers.utils import logging
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 import tiny_models
 from made_up_calibration import made_up
+from row_counter import RowCounter
 
 from paceline import CapacityPolicy, ExpertPlacement
 from paceline.engines.transformers import attach, expert_parallel
@@ -55,6 +56,7 @@ TOGETHER = (
     "capacity_factor=1.25,pool=batch,expand=all",
     "capacity_factor=1.25,pool=batch,expand=own_device,max_experts=2",
 )
+ACTIVE = ("max_active=2", "max_active=0.3,renormalize=true")
 LAYOUTS = {
     "shared": {"tp_size": 2, "ep_size": 2},
     "own": {"fsdp_size": 2, "ep_size": 2, "tp_size": 1},
@@ -80,7 +82,7 @@ def spread(name: str, layout: str) -> Any:
 
 
 def policy_of(text: str) -> CapacityPolicy:
-    return CapacityPolicy.parse(text + ",min_expert_load=0")
+    return CapacityPolicy.parse(text + f",min_expert_load={10**6 if 'max_active' in text else 0}")
 
 
 def logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -225,6 +227,25 @@ def untouched() -> None:
             assert torch.equal(logits(model, batch), want), f"{layout}, attached"
         model.train()
         refused(RuntimeError, "is for inference", lambda model=model, batch=batch: model(**batch))
+
+
+def active() -> None:
+    """Few experts a rank: all ranks decide alike, and read no more where they decide together."""
+    contiguous, uneven = ExpertPlacement.contiguous(EXPERTS, 2), PLACEMENTS["uneven"]
+    compare_shared("olmoe", spread("olmoe", "shared"), contiguous, "olmoe shared", ACTIVE)
+    texts = (*ACTIVE, "max_active=2,pool=batch", "max_active=1,pool=batch,capacity_factor=1.0")
+    compare_own("olmoe", spread("olmoe", "own"), contiguous, "olmoe own", texts)
+    for batch, text in (("shared", "max_active=2"), ("own", "max_active=2,pool=batch")):
+        model, free = whole("olmoe"), 0
+        place_experts(model, uneven, batch=batch)
+        mine = batches()[rank() if batch == "own" else 0]
+        for policy in (None, policy_of(text)):
+            counter = RowCounter(model)
+            with attach(model, policy), counter:
+                logits(model, mine)
+            read = max(int((counter.rows(name) > 0).sum()) for name in counter._counts)
+            assert policy is None or read <= 2 < free, f"{batch}: {read} experts, {free} before"
+            free = read
 
 
 # -- generating ------------------------------------------------------------------------------------

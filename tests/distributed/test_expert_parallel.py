@@ -39,6 +39,7 @@ TOGETHER = (
     "idle_rank",
     "per_layer",
     "requests",
+    "active",
     "ended",
     "sent",
     "shared_sends_nothing",

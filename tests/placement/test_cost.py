@@ -21,7 +21,13 @@ from paceline.analysis.cost import (
 from paceline.analysis.expert_map import ExpertMap
 from paceline.analysis.hardware import PRESETS, Hardware, hardware_of, save_hardware
 from paceline.analysis.model_config import expert_groups, hidden_layers, layer_shape
-from paceline.analysis.published import distances, paper_layer
+from paceline.analysis.published import (
+    distances,
+    paper_figures,
+    paper_layer,
+    paper_unrecorded,
+    skewed_loads,
+)
 
 PLAIN = Hardware("plain", flops=1e12, memory=1e11, memory_size=1e9, link=1e9, network=5e8,
                  devices_per_node=2, launch=1e-5, per_expert=1e-6, exchange=2e-5,
@@ -80,6 +86,35 @@ def test_far_devices_are_reached_over_the_network() -> None:
     assert float(exchange_seconds(received, 1, PLAIN)[0]) == 0
 
 
+@given(st.lists(st.integers(0, 500), min_size=4, max_size=4), st.integers(1, 400))
+def test_shared_experts_take_their_time_whatever_the_loads(rows: list[int], tokens: int) -> None:
+    """One more expert of their size on every device, for the tokens that live there."""
+    where, shape = ExpertMap.contiguous(4, 2), replace(SHAPE, shared=70)
+    plain = layer_cost([rows], [tokens], where, SHAPE, PLAIN)
+    cost = layer_cost([rows], [tokens], where, shape, PLAIN)
+    added = by_hand([tokens / 2], replace(SHAPE, expert_size=70), PLAIN)
+    assert float(cost.seconds["shared"][0]) == pytest.approx(added)
+    assert float(cost.total[0] - plain.total[0]) == pytest.approx(added)
+    assert float(cost.balanced[0] - plain.balanced[0]) == pytest.approx(added)
+    for stage in ("gate", "dispatch", "experts", "combine"):
+        assert cost.seconds[stage] == plain.seconds[stage]
+
+
+@pytest.mark.parametrize(
+    ("fields", "shared"),
+    [({}, 0), ({"n_shared_experts": 2}, 2 * 1408), ({"n_shared_experts": None}, 0),
+     ({"shared_expert_intermediate_size": 5632}, 5632), ({"num_shared_experts": 1}, 1408),
+     ({"shared_intermediate_size": 0}, 0)],
+)  # fmt: skip
+def test_shared_experts_are_read_from_the_config(
+    fields: dict[str, int], shared: int, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 2048, "moe_intermediate_size": 1408, "num_experts": 64,
+             "num_experts_per_tok": 6}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(sizes | fields))
+    assert layer_shape(tmp_path).shared == shared
+
+
 def test_replicas_read_their_weights_too() -> None:
     copied = ExpertMap((0, 1, 0), 2, 3)
     shape = replace(SHAPE, experts=2)
@@ -125,6 +160,23 @@ def test_presets_are_as_near_to_published_timings_as_said() -> None:
     assert worst["DeepEP normal, H800"] < 0.25
     assert worst["DeepGEMM Mega MoE, 8 B200"] < 0.45
     assert 0.3 < worst["LLEP, 8 H200"] < 0.5  # moving experts isn't free, and isn't modelled
+
+
+def test_the_papers_layers_are_within_a_sixth_where_routing_is_recorded() -> None:
+    recorded = [d for d in paper_figures() if "DeepSeek-V2-Lite" in d.case]
+    assert len(recorded) == 6
+    assert max(abs(d.error) for d in recorded) < 0.165
+    synthetic = paper_unrecorded(draws=8)
+    assert all("SYNTHETIC" in d.case for d in synthetic)
+    assert all(0 < d.error < 0.7 for d in synthetic)  # of the worst layer's peak: a bound
+
+
+@pytest.mark.parametrize(("experts", "peak"), [(64, 7.6), (60, 8.0), (8, 4.0), (8, 1.0)])
+def test_made_up_loads_have_the_peak_asked_for(experts: int, peak: float) -> None:
+    loads = skewed_loads(experts, peak, 1000.0, draws=3)
+    assert np.allclose(loads.sum(1), 1000)
+    assert np.allclose(loads.max(1) / loads.mean(1), peak)
+    assert (np.sort(loads, 1) == np.sort(loads[:1], 1)).all()
 
 
 def test_capped_experts_in_the_papers_layer() -> None:

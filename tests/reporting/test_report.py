@@ -404,3 +404,37 @@ def test_no_figure_tells_by_colour_alone(law: dict[str, Any]) -> None:
     for name in ("layers", "frontier"):
         lines = figures[name]["data"]
         assert len({(x["marker"]["symbol"], x["line"]["dash"]) for x in lines}) == len(lines)
+
+
+def test_everything_is_judged_on_the_other_trace(tmp_path: Path) -> None:
+    """Placed by all of one traffic, judged on all of another: as `place` and `simulate` have it."""
+    page, plan = tmp_path / "out" / "page.html", tmp_path / "it is.toml"
+    page.parent.mkdir()
+    other = "sample:esft_v2lite_intent"
+    ran = run(LAW, "--judge", other, "--batch-tokens", "1024", "--json")
+    assert ran.exit_code == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    place = ["place", LAW, "--judge", other, "--batch-tokens", "1024", "--json"]
+    placed = json.loads(CliRunner().invoke(app, [*place, "--out", str(plan)]).stdout)
+    ways = placed["other_trace"]["ways"]
+    for name, way in (("in order", "in_order"), ("placed", "search")):
+        assert way_of(found, name, None, None)["busiest_device"] == pytest.approx(
+            ways[way]["overall"]
+        )
+    judged = sample("esft_v2lite_intent").regrouped(1024)
+    capped = CapacityPolicy(capacity_factor=1.25, min_expert_load=0)
+    wanted = simulate(judged, {"x": Plan((capped,), Plan.load(plan).placements)})["plans"]["x"]
+    way = way_of(found, "placed", "device", 1.25)
+    assert way["gate_mass_lost"] == wanted["overall"]["gate_mass_lost"]
+    loads = raw_loads("esft_v2lite_intent", range(4), 1024).sum(0)
+    assert [x["expert_loads"] for x in found["loads"]["layers"]] == loads.tolist()
+    assert (found["judge"], found["judged_on"]) == (other, "another trace")
+    # the plan's placement on the other trace, and the way to its file
+    ran = run(LAW, "--judge", other, "--batch-tokens", "1024", "--plan", plan, "--out", page)
+    assert ran.exit_code == 0, ran.stderr
+    text = page.read_text(encoding="utf-8")
+    assert 'href="../it%20is.toml"' in text
+    assert html.escape(plan.read_text(encoding="utf-8").splitlines()[-2]) in text
+    wrong = run(LAW, "--judge", "sample:gpt_oss_20b_decode", "--json")
+    assert wrong.exit_code == 2
+    assert "they are of one model" in wrong.stderr

@@ -45,6 +45,15 @@ def main() -> None:
         where = ["*i64", "*i32", "*i32", "*fp32", *["i32"] * 4]
         build(stand_in_kernels.inner, [x, x, "*fp32", *where], sizes)
         build(stand_in_kernels.outer, [x, "*fp32", x, x, *where], sizes)
+    for weight, some in itertools.product(("*bf16", "*fp16", "*fp32", "*fp64"), (False, True)):
+        types = ["*i64", weight, "*u8", "*i64", "*i64", "*i64", "*i64", "*u8", *["i32"] * 6, "fp32"]
+        for most in (2, 512):
+            sizes = {"MOST": most, "CHUNK": max(16, min(256, 8192 // most)), "TILE": 4096 // most}
+            flags = {"LIMIT": 128.0, "VALID": some, "POOL": some}
+            build(kernels.read, types, {**flags, **sizes})
+    for weight, some in itertools.product(("*i16", "*i32", "*i64"), (False, True)):
+        types = ["*i64", weight, "*u8", "*i64", "*u8", "*i64", weight, "*i1", *["i32"] * 3]
+        build(kernels.leave, types, {"VALID": some, "POOL": some, "BLOCK": 1024})
     print("all kernels compile")
 
 

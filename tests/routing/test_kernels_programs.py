@@ -43,6 +43,7 @@ def test_the_gpu_program_runs_dry(tmp_path: Path) -> None:
     program("benchmarks/gpu_check.py", "--dry-run", "--json", file)
     parts = json.loads(file.read_text())
     assert parts["router"][0]["cuda device"]["whole"] > 0
+    assert parts["plugin"][0]["dropped in all checks"] > 0
     layer = parts["layers"][0]
     assert len(layer["factor 1.0"]["emulated ranks"]["rows"]) == 8
     assert max(layer["factor 1.0"]["emulated ranks"]["rows"]) <= 64 * 2 / 8

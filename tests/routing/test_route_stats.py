@@ -25,6 +25,8 @@ POLICIES: list[dict[str, Any]] = [
     {"capacity_factor": 0.5, "pool": "request"},
     {"capacity_factor": None},
     {"capacity_factor": 0.5, "min_expert_load": 10**6},
+    {"max_active": 1, "min_expert_load": 10**6},
+    {"max_active": 0.1, "min_expert_load": 0.5, "capacity_factor": 0.5, "mode": "shadow"},
 ]
 
 
@@ -50,8 +52,10 @@ def test_forwards_add_up(experts: int, data: st.DataObject) -> None:
     placement = data.draw(placements(experts, optional=False))
     loads = LoadAccumulator("a layer", placement, k, "cpu")
     want: dict[str, Any] = dict.fromkeys(
-        ("forwards", "capped_forwards", "tokens", "assignments", "dropped", "extras"), 0
-    )
+        ("forwards", "capped_forwards", "narrowed_forwards", "tokens", "assignments", "dropped",
+         "extras", "tokens_without_expert"), 0
+    )  # fmt: skip
+    active: dict[str, list[list[int]]] = {"before": [], "after": []}
     experts_before, experts_after = np.zeros(experts, int), np.zeros(experts, int)
     peaks: dict[str, list[tuple[float, int]]] = {}
     whole = kept = 0.0
@@ -61,14 +65,22 @@ def test_forwards_add_up(experts: int, data: st.DataObject) -> None:
             policy = CapacityPolicy(capacity_factor=None)
             loads.observe(inputs.topk_ids, inputs.valid)
         else:
-            policy = CapacityPolicy(**{"min_expert_load": 0, **POLICIES[kind]})
+            fields = {"min_expert_load": 0, **POLICIES[kind]}
+            if max(placement.sizes) == 1 and fields.pop("max_active", None):
+                fields["mode"] = "observe"  # which could never bind
+            policy = CapacityPolicy(**fields)
             loads.add(route(inputs, policy, placement))
         expected = route_oracle(inputs, policy, placement)
         rows = inputs.topk_ids.shape[0]
         tokens = rows if inputs.valid is None else int(inputs.valid.sum())
         want["forwards"] += 1
         capacity = [c for row in expected.capacity for c in row]
-        want["capped_forwards"] += int(any(c < 2**63 - 1 for c in capacity))
+        capped = expected.narrowed or any(c < 2**63 - 1 for c in capacity)
+        want["capped_forwards"] += int(capped)
+        want["narrowed_forwards"] += int(expected.narrowed)
+        want["tokens_without_expert"] += expected.tokens_without_expert
+        active["before"].append(expected.active_before)
+        active["after"].append(expected.active_after)
         want["tokens"] += tokens
         want["assignments"] += sum(expected.expert_loads_before)
         want["dropped"] += expected.dropped
@@ -102,6 +114,13 @@ def test_forwards_add_up(experts: int, data: st.DataObject) -> None:
         devices = [int(sum(total[e] for e in placement.experts_of(d)))
                    for d in range(placement.num_devices)]  # fmt: skip
         assert getattr(got, f"device_loads_{when}") == devices
+    forwards = max(1, want["forwards"])
+    for when, counts in active.items():
+        table = np.array(counts).reshape(-1, placement.num_devices)
+        mean = (table.sum(0) / forwards).tolist()
+        assert getattr(got, f"active_experts_{when}") == pytest.approx(mean)
+        most = table.max(1, initial=0).sum() / forwards
+        assert getattr(got, f"most_active_experts_{when}") == pytest.approx(most)
     for name, values in peaks.items():
         mean = sum(r * t for r, t in values) / want["tokens"] if want["tokens"] else 1.0
         assert getattr(got, name) == pytest.approx(mean), name

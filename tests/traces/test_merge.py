@@ -128,19 +128,23 @@ def test_counts_are_added_group_by_group() -> None:
     assert chunk.group_codes is not None
     other = Chunk(
         starts=chunk.starts[:3],
-        counts=chunk.counts[:2, :, :1] * 3 + 1,
-        group_codes=torch.tensor([[1, 0]], dtype=torch.uint8),
-        rows=chunk.rows[:2, :, :1],
+        counts=chunk.counts[:2] * 3 + 1,
+        group_codes=torch.tensor([[1, 0], [0, 0]], dtype=torch.uint8),
+        rows=chunk.rows[:2] + 1,
     )
+    assert other.counts is not None
+    assert other.rows is not None
     found = merged([one, Trace(one.header, (other,), "other")])
     (sum_,) = found.chunks
     assert sum_.group_codes is not None
     assert sum_.counts is not None
     assert sum_.rows is not None
     assert sum_.group_codes.tolist() == [[0, 0], [1, 0], [1, 255]]
-    assert torch.equal(sum_.counts[:, :, [0, 2]], chunk.counts[:2])
-    assert torch.equal(sum_.counts[:, :, 1], other.counts[:, :, 0])  # type: ignore[index]
-    assert torch.equal(sum_.rows[:, :, 0], chunk.rows[:2, :, 0])
+    for name in ("counts", "rows"):
+        one_, other_, both = (getattr(c, name) for c in (chunk, other, sum_))
+        assert torch.equal(both[:, :, 0], one_[:2, :, 0] + other_[:, :, 1])
+        assert torch.equal(both[:, :, 1], other_[:, :, 0])
+        assert torch.equal(both[:, :, 2], one_[:2, :, 1])
     assert any("2 to 3 batches" in note for note in found.header.notes)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,8 @@ try:
     HAVE_VLLM = True
 except importlib.metadata.PackageNotFoundError:
     HAVE_VLLM = False
-    collect_ignore = [f"test_vllm_{name}.py" for name in ("engine", "parallel", "parts", "serve")]
+    inside = ("compensation", "engine", "isolation", "parallel", "parts", "recording", "serve")
+    collect_ignore = [f"test_vllm_{name}.py" for name in inside]
 
 # before vLLM is imported: the engine in this process, so that a test can look below it
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,10 +24,22 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-for name in ("PACELINE_POLICY", "PACELINE_DEVICES", "PACELINE_PLAN"):
-    os.environ.pop(name, None)
+for name in [name for name in os.environ if name.startswith("PACELINE_")]:
+    os.environ.pop(name)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """`-m "not long"` is the short set."""
     config.addinivalue_line("markers", "long: starts several engines; in `make test-vllm` alone")
+
+
+@pytest.fixture(scope="session")
+def olmoe(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A tiny OLMoE with the cap in it, and what it said before."""
+    from engines import DEVICES, Capped, asked, start, stock_answers
+    from tiny_models import make
+
+    folder = make("olmoe", tmp_path_factory.mktemp("olmoe"))
+    stock = stock_answers(folder)
+    with asked(policy="capacity_factor=1000", devices=str(DEVICES)):
+        return Capped(start(folder), stock, folder)

@@ -8,11 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import row_counter
 import torch
 from tiny_models import VOCABULARY
 from vllm import LLM, SamplingParams
 
 LENGTHS = (40, 97, 12, 200, 64, 130, 5, 77, 31, 150, 90, 11)
+
+DEVICES, EXPERTS, K = 4, 8, 2
+"""Of the tiny models, as the tests cap them."""
 
 Answer = list[tuple[tuple[int, ...], tuple[float, ...]]]
 
@@ -28,6 +32,9 @@ def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[Any]:
 
 def start(model: str, dtype: str = "float32", eager: bool = True, **more: Any) -> LLM:
     """An engine whose batches are the same every time."""
+    from paceline.engines.vllm.cpu_fixes import search_beside_numba
+
+    search_beside_numba()  # earlier tests route: a stock engine would not start after them
     settings: dict[str, Any] = {
         "dtype": dtype,
         "enforce_eager": eager,
@@ -67,13 +74,49 @@ def asked(**environ: str) -> Iterator[None]:
     """The plugin told so, as a server's environment would; its patches stay for the process."""
     from paceline.engines.vllm.plugin import register
 
-    names = ("PACELINE_POLICY", "PACELINE_DEVICES", "PACELINE_PLAN")
+    names = [name for name in os.environ if name.startswith("PACELINE_")]
     before = {name: os.environ.pop(name) for name in names if name in os.environ}
     os.environ.update({f"PACELINE_{name.upper()}": value for name, value in environ.items()})
     try:
         register()
         yield
     finally:
-        for name in names:
-            os.environ.pop(name, None)
+        for name in environ:
+            os.environ.pop(f"PACELINE_{name.upper()}", None)
         os.environ.update(before)
+
+
+class Capped:
+    """A running engine with the cap in it, and what it said without."""
+
+    def __init__(self, llm: Any, stock: Any, folder: str = "") -> None:
+        self.llm, self.stock, self.folder = llm, stock, folder
+
+    @property
+    def model(self) -> Any:
+        """The capped layers of its one worker."""
+        return self.llm.llm_engine.model_executor.driver_worker.worker.paceline
+
+    def set(self, policy: str | None) -> None:
+        """As the server's POST does it."""
+        assert self.llm.collective_rpc("paceline_check", args=(policy,)) == [None]
+        self.llm.collective_rpc("paceline_set", args=(policy,))
+
+    def reason(self, policy: str) -> str:
+        """Why it can't follow a policy."""
+        return str(self.llm.collective_rpc("paceline_check", args=(policy,))[0])
+
+    def prefill(self, policy: str | None, lengths: tuple[int, ...] = LENGTHS) -> dict[str, Any]:
+        """One forward of all prompts under a policy: rows of each expert, layer by layer."""
+        self.set(policy)
+        before = self.model.describe()
+        row_counter.CALLS.clear()
+        said = answers(self.llm, tokens=1, of=prompts(lengths))
+        after = self.model.describe()
+        return {
+            "said": said,
+            "calls": list(row_counter.CALLS),
+            "dropped": after["dropped"] - before["dropped"],
+            "forwards": after["forwards"] - before["forwards"],
+            "capped": after["capped_forwards"] - before["capped_forwards"],
+        }

@@ -29,9 +29,15 @@ def test_serve_passes_flags_on(tmp_path: Path) -> None:
     demo = serve.vllm_flags("demo", ["--max_model_len=64"], {"PACELINE_POLICY": "mode=observe"})
     assert "--max-model-len" not in demo
     assert demo[demo.index("--dtype") + 1] == "float32"
-    assert serve.settings(None, None, None, False) == {"PACELINE_POLICY": "mode=observe"}
+    assert serve.settings() == {"PACELINE_POLICY": "mode=observe"}
     with pytest.raises(ValueError, match="capacity_factor"):
-        serve.settings("capacity_factor=0", None, None, False)
+        serve.settings("capacity_factor=0")
+    recorded = serve.settings(record=Path("trace"), content="choices")
+    assert recorded == {
+        "PACELINE_POLICY": "mode=observe",
+        "PACELINE_RECORD": str(Path("trace").absolute()),
+        "PACELINE_RECORD_CONTENT": "choices",
+    }
 
 
 def test_the_demo_model_has_an_output_layer_for_vllm(tmp_path: Path) -> None:

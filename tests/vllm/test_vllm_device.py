@@ -36,23 +36,27 @@ def _case(seed: int, rows: int, experts: int, k: int) -> tuple[torch.Tensor, ...
 @given(
     seed=st.integers(0, 10**6),
     rows=st.integers(1, MOST),
-    factor=st.sampled_from([0.1, 0.5, 1.0, 1.1, 1.25, 3.0]),
+    factor=st.sampled_from([None, 0.1, 0.5, 1.0, 1.1, 1.25, 3.0]),
     unit=st.sampled_from(["device", "expert"]),
     keep=st.sampled_from(["score", "weight", "first", "last"]),
     load=st.sampled_from([0, 2.5, 4]),
     mode=st.sampled_from(["enforce", "shadow"]),
     padded=st.booleans(),
+    active=st.sampled_from([None, 1, 0.5]),
 )
-@settings(max_examples=150)
+@settings(max_examples=200)
 def test_it_is_what_route_says(
-    seed: int, rows: int, factor: float, unit: Any, keep: str, load: float, mode: Any, padded: bool
-) -> None:
+    seed: int, rows: int, factor: float | None, unit: Any, keep: str, load: float, mode: Any,
+    padded: bool, active: float | None,
+) -> None:  # fmt: skip
     experts, k = 7, 3
     ids, weights, scores, valid = _case(seed, rows, experts, k)
     placement = ExpertPlacement.contiguous(experts, 3)
+    active = None if load == 0 else active  # with 0 it could never apply
     policy = CapacityPolicy(
-        capacity_factor=factor, unit=unit, keep=keep, min_expert_load=load, mode=mode
-    )
+        capacity_factor=factor, unit=unit, keep=keep, min_expert_load=load, mode=mode,
+        max_active=active,
+    )  # fmt: skip
     mask = valid if padded else None
     want = route(
         RoutingInputs(
@@ -67,13 +71,14 @@ def test_it_is_what_route_says(
     cap(new_weights, new_ids, chosen, mask)
 
     offered = (ids < experts) & (valid.unsqueeze(1) if padded else True)
-    kept = want.kept[:, :k] if mode == "enforce" else offered
+    kept = want.kept[:, :k] if mode == "enforce" and policy.caps else offered
     assert torch.equal(new_ids, torch.where(offered & ~kept, -1, ids))
     assert torch.equal(new_weights, torch.where(offered & ~kept, 0, weights))
     assert torch.equal(cap.loads[0], want.expert_loads_before)
     assert torch.equal(cap.loads[1], want.expert_loads_after)
     real = int(valid.sum()) if padded else rows
-    capped = bool((want.capacity != torch.iinfo(torch.int64).max).any()) and real > 0
+    capped = bool((want.capacity != torch.iinfo(torch.int64).max).any() | want.narrowed.any())
+    capped = capped and real > 0
     assert cap.counts.tolist() == [int(real > 0), int(capped), real]
 
 
@@ -107,7 +112,7 @@ def test_a_traced_graph_follows_a_changed_policy() -> None:
     chosen = scores.gather(1, ids.long().clamp(max=experts - 1))
     valid = torch.ones(rows, dtype=torch.bool)
     placement = ExpertPlacement.contiguous(experts, 4)
-    start = CapacityPolicy(capacity_factor=1.0, min_expert_load=0)
+    start = CapacityPolicy(capacity_factor=1.0, min_expert_load=0.5, max_active=1)
     cap = DeviceCap(start, placement, k, rows, "cpu")
 
     def run(weights: Any, ids: Any, valid: Any) -> Any:
@@ -119,6 +124,9 @@ def test_a_traced_graph_follows_a_changed_policy() -> None:
         {"capacity_factor": 0.5},
         {"capacity_factor": 1.1},
         {"min_expert_load": 9},
+        {"min_expert_load": 9, "max_active": 0.5},
+        {"min_expert_load": 3, "capacity_factor": None},
+        {"max_active": None, "min_expert_load": 0},
         {"mode": "shadow"},
         {"mode": "observe"},
         {},
@@ -141,10 +149,11 @@ def test_a_traced_graph_follows_a_changed_policy() -> None:
 def test_nothing_waits_for_the_device() -> None:
     """On fake tensors a read of a value raises, and so does a shape that depends on one."""
     placement = ExpertPlacement.contiguous(8, 4)
-    policy = CapacityPolicy(capacity_factor=1.0, min_expert_load=0)
+    policy = CapacityPolicy(capacity_factor=1.0, min_expert_load=2, max_active=1)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         cap = DeviceCap(policy, placement, 2, 64, "cpu")
-        for name in ("places", "enforce", "loads", "counts", "_unit_of", "_size_of"):
+        for name in ("places", "enforce", "loads", "counts", "_unit_of", "_size_of", "few",
+                     "readable", "weight_unit", "_own"):  # fmt: skip
             found = getattr(cap, name)
             setattr(cap, name, mode.from_tensor(found) if type(found) is torch.Tensor else found)
         ids = torch.empty((16, 2), dtype=torch.int32)
@@ -161,6 +170,7 @@ def test_nothing_waits_for_the_device() -> None:
         ({"keep": "random"}, "keep=random is not allowed on an accelerator"),
         ({"unit": "expert"}, "unit=expert is not allowed on a running accelerator"),
         ({"keep": "weight"}, "keep=weight is not allowed on a running accelerator"),
+        ({"max_active": 1}, "max_active=1 is not allowed on a running accelerator"),
     ],
 )
 def test_what_a_graph_cannot_follow_is_refused(changes: dict[str, Any], said: str) -> None:

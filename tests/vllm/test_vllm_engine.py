@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import row_counter
 import torch
-from engines import LENGTHS, answers, asked, prompts, start, stock_answers
+from engines import DEVICES, EXPERTS, LENGTHS, Capped, K, answers, asked, prompts, start
 from oracle import route_oracle
 from tiny_models import FAMILIES, dtype_of, make
 
@@ -20,52 +19,7 @@ from paceline.engines.sharing import SharedBudgetWarning
 from paceline.engines.vllm.checks import check_settings, out_of_reach
 from paceline.plan import Plan
 
-DEVICES, EXPERTS, K = 4, 8, 2
 TOKENS = sum(LENGTHS)
-
-
-class Capped:
-    """A running engine with the cap in it, and what it said without."""
-
-    def __init__(self, llm: Any, stock: Any) -> None:
-        self.llm, self.stock = llm, stock
-
-    @property
-    def model(self) -> Any:
-        """The capped layers of its one worker."""
-        return self.llm.llm_engine.model_executor.driver_worker.worker.paceline
-
-    def set(self, policy: str | None) -> None:
-        """As the server's POST does it."""
-        assert self.llm.collective_rpc("paceline_check", args=(policy,)) == [None]
-        self.llm.collective_rpc("paceline_set", args=(policy,))
-
-    def reason(self, policy: str) -> str:
-        """Why it can't follow a policy."""
-        return str(self.llm.collective_rpc("paceline_check", args=(policy,))[0])
-
-    def prefill(self, policy: str | None, lengths: tuple[int, ...] = LENGTHS) -> dict[str, Any]:
-        """One forward of all prompts under a policy: rows of each expert, layer by layer."""
-        self.set(policy)
-        before = self.model.describe()
-        row_counter.CALLS.clear()
-        said = answers(self.llm, tokens=1, of=prompts(lengths))
-        after = self.model.describe()
-        return {
-            "said": said,
-            "calls": list(row_counter.CALLS),
-            "dropped": after["dropped"] - before["dropped"],
-            "forwards": after["forwards"] - before["forwards"],
-            "capped": after["capped_forwards"] - before["capped_forwards"],
-        }
-
-
-@pytest.fixture(scope="module")
-def olmoe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Capped]:
-    folder = make("olmoe", tmp_path_factory.mktemp("olmoe"))
-    stock = stock_answers(folder)
-    with asked(policy="capacity_factor=1000", devices=str(DEVICES)):
-        yield Capped(start(folder), stock)
 
 
 NO_CHANGE = [
@@ -103,13 +57,11 @@ def test_the_kernel_computes_what_the_oracle_keeps(olmoe: Capped, policy: str) -
     """Each layer's rows of each expert, counted in the kernel, are those of the NumPy oracle."""
     seen: list[tuple[Any, Any]] = []
     layers = olmoe.model.layers
-    for layer in layers:
-        layer.watchers.append(lambda layer, inputs, a: seen.append((layer, _copied(inputs))))
+    undo = olmoe.model.watch(lambda layer, inputs, a: seen.append((layer, _copied(inputs))))
     try:
         done = olmoe.prefill(policy)
     finally:
-        for layer in layers:
-            layer.watchers.clear()
+        undo()
     assert done["forwards"] == done["capped"] == 1
     assert len(done["calls"]) == len(seen) == len(layers)
     lost = 0
@@ -167,6 +119,26 @@ def test_prefill_phase_leaves_decoding_alone(olmoe: Capped) -> None:
     assert sum(row_counter.CALLS[0]) < TOKENS * K
 
 
+@pytest.mark.parametrize("factor", ["", "capacity_factor=1.25,"])
+def test_decode_reads_few_experts_of_each_device(olmoe: Capped, factor: str) -> None:
+    """12 requests decode: 24 rows on 8 experts, below the CPU's 8 an expert; a prefill isn't."""
+    olmoe.set(f"{factor}max_active=1")
+    before = olmoe.model.describe()["dropped"]
+    row_counter.CALLS.clear()
+    answers(olmoe.llm, tokens=6)
+    layers, hosted = len(olmoe.model.layers), EXPERTS // DEVICES
+    steps = row_counter.CALLS[layers:]
+    assert len(steps) == 5 * layers
+    for rows in steps:
+        by_device = [rows[d * hosted : (d + 1) * hosted] for d in range(DEVICES)]
+        assert max(sum(n > 0 for n in device) for device in by_device) == 1
+    if not factor:  # else the prefill drops too
+        asked = len(steps) * len(LENGTHS) * K
+        dropped = olmoe.model.describe()["dropped"] - before
+        assert dropped == asked - sum(map(sum, steps)) > 0
+        assert sum(row_counter.CALLS[0]) == TOKENS * K
+
+
 def test_small_batches_are_left_alone_by_default(olmoe: Capped) -> None:
     few = (5, 4)  # 18 rows on 8 experts: 2.25 an expert, below the CPU's 8
     assert olmoe.prefill("capacity_factor=0.5", few)["dropped"] == 0
@@ -211,6 +183,8 @@ def test_back_to_the_start(olmoe: Capped) -> None:
         ("capacity_factor=1,pool=source", "pool=source needs data and expert parallelism"),
         ("capacity_factor=1,drop_first=image", "drop_first=image is not allowed in vLLM"),
         ("capacity_factor=1,expand=all", "start the server with it"),
+        ("max_active=2", "max_active=2 can never bind"),
+        ("max_active=1,pool=request", 'max_active=1 with pool="request"'),
         ("nonsense", "is not of the form name=value"),
     ],
 )

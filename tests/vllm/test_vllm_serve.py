@@ -23,6 +23,7 @@ from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.demo.assets import read_text
+from paceline.traces import open_trace
 
 KEY = "a-secret"
 Said: TypeAlias = tuple[list[str], list[float]]
@@ -158,8 +159,9 @@ def total(samples: dict[tuple[str, ...], float], *labels: str) -> int:
 
 def test_one_server(tmp_path: Path) -> None:
     with serving(
-        tmp_path / "log", "--policy", "capacity_factor=1.0,min_expert_load=0", "--devices", "8"
-    ) as server:
+        tmp_path / "log", "--policy", "capacity_factor=1.0,min_expert_load=0", "--devices", "8",
+        "--record", str(tmp_path / "trace"),
+    ) as server:  # fmt: skip
         assert "paceline caps 4 MoE layers" in server.log.read_text()
         assert "prefix caching is off" in server.log.read_text()
         assert server.call("GET", "/paceline/policy", key="wrong")[0] == 401
@@ -185,7 +187,9 @@ def test_one_server(tmp_path: Path) -> None:
         below = server.counted_rows() - rows
         counted = samples["paceline_assignments_total"]
         before, after = total(counted, "stage=before"), total(counted, "stage=after")
-        assert below == after
+        # experts this small may be computed all the same, with weight 0: it takes less time
+        computed = total(samples["paceline_dropped_computed_total"])
+        assert below == after + computed
         dropped = total(samples["paceline_dropped_total"])
         assert dropped == before - after > 0
         assert server.policy()["workers"][0]["dropped"] == dropped
@@ -193,6 +197,19 @@ def test_one_server(tmp_path: Path) -> None:
         peaks = samples["paceline_device_peak_to_mean"]
         assert peaks[("stage=before",)] > peaks[("stage=after",)]
         assert 0 < samples["paceline_gate_mass_kept"][()] < 1
+
+        # the trace holds what was asked for; it is finished while the server runs on
+        assert server.call("POST", "/paceline/record", {})[0] == 405
+        assert server.call("GET", "/paceline/record", key="wrong")[0] == 401
+        status, answer = server.call("DELETE", "/paceline/record")
+        assert status == 200
+        (told,) = json.loads(answer)["traces"]
+        assert told == json.loads(server.call("GET", "/paceline/record")[1])["traces"][0]
+        assert not told["recording"]
+        trace = open_trace(tmp_path / "trace")
+        assert trace.header.chunks is not None
+        assert sum(int(chunk.counts.sum()) for chunk in trace.chunks) == before
+        assert sum(len(chunk.starts) - 1 for chunk in trace.chunks) == told["forwards"]
 
         # the kill switch: nothing is capped or counted, and answers are those of no cap at all
         assert server.policy("DELETE")["off"]
@@ -259,6 +276,9 @@ def test_two_data_parallel_engines(tmp_path: Path) -> None:
         )
         assert status == 400
         assert "say pool=source" in said
+        status, said = server.call("POST", "/paceline/policy", {"policy": "max_active=2"})
+        assert status == 400
+        assert "of all ranks" in said
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda i: server.complete(i, 30 + 9 * i), range(24)))
         first, extras = counted, done - (asked - lost)

@@ -13,8 +13,8 @@ import numpy as np
 
 from paceline.analysis.cap_words import IN_ORDER, PLACED, said
 from paceline.analysis.expert_map import ExpertMap
-from paceline.analysis.placing import Wanted
-from paceline.analysis.plan_judge import fitted
+from paceline.analysis.placing import Wanted, check_alike
+from paceline.analysis.plan_judge import Steps, fitted
 from paceline.analysis.planner import MAX_BATCHES
 from paceline.analysis.traffic import (
     Part,
@@ -53,11 +53,14 @@ def cap_study(
     batch_tokens: int | None = None,
     plan: Plan | None = None,
     progress: Progress | None = None,
+    judge: Trace | None = None,
 ) -> dict[str, Any]:
     """Loads, a placement, and every cap on either of them, as JSON-able values.
 
     Without placements in `plan` one is searched on the first half of the batches, and everything is
     judged on the second half: at most 32 batches of it, evenly spaced. With them all batches judge.
+    With `judge` the placement is searched on all of the trace, and loads, placements and caps are
+    those of the other traffic.
 
     Args:
         trace: any; caps need choices.
@@ -65,9 +68,10 @@ def cap_study(
         batch_tokens: tokens of a batch; None: the trace's own forwards, else 1024.
         plan: to show beside the caps.
         progress: told steps done, of how many.
+        judge: another trace of the same model.
 
     Raises:
-        ValueError: if there are fewer experts than devices, or the plan doesn't fit the trace.
+        ValueError: if there are fewer experts than devices, or plan or judge don't fit the trace.
 
     >>> from paceline.traces import sample
     >>> found = cap_study(sample("esft_v2lite_law"), batch_tokens=1024)
@@ -79,18 +83,25 @@ def cap_study(
     plan.check_model([layer.experts for layer in layers], [layer.k or 1 for layer in layers])
     devices = max((_devices(p) for p in plan.placements), default=devices)
     order = [ExpertMap.contiguous(layer.experts, devices).placement for layer in layers]
-    cut = batches_of(trace, batch_tokens)
-    batches = count_batches(cut)
     own = _own(plan, trace)
-    half = batches // 2 if own is None else 0
-    part = Part(half, batches)
-    if own is None and half:
-        own = [m.placement for m in fitted(cut, Part(0, half), Wanted(devices)).alone]
+    steps = Steps(progress, 3)
+    search = steps.of("placing")
+    fitting = batches_of(trace, batch_tokens)
+    cut, first = fitting, 0  # what judges: the batches of which trace, from which on
+    if judge is not None:
+        check_alike(trace, judge)
+        cut = batches_of(judge, batch_tokens)
+        if own is None:
+            own = _searched(fitting, count_batches(fitting), devices, search)
+    elif own is None and (first := count_batches(fitting) // 2):
+        own = _searched(fitting, first, devices, search)
+    batches = count_batches(cut)
+    part = Part(first, batches)
     placements = {IN_ORDER: order} | ({} if own is None else {PLACED: own})
     if trace.header.per_token:
         seen = picked(cut, spread_over(part, MAX_BATCHES))
         keep = keeps_of(cut)[0]
-        ways, of_plan = _capped(seen, placements, keep, plan, progress)
+        ways, of_plan = _capped(seen, placements, keep, plan, steps.of("caps"))
     else:
         seen, keep = cut, None
         ways, of_plan = _uncapped(cut, part, placements), None
@@ -99,6 +110,7 @@ def cap_study(
     result = {
         "schema": SCHEMA,
         "trace": trace.where,
+        "judge": None if judge is None else judge.where,
         "model": trace.header.model,
         "notes": list(trace.header.notes),
         "axes": AXES,
@@ -106,10 +118,12 @@ def cap_study(
         "batch_tokens": batch_tokens,
         "batches": batches,
         "batches_are": cut.header.batches,
-        "judged_batches": min(batches - half, MAX_BATCHES) if keep else batches - half,
-        "judged_on": "second half" if half else "all batches",
+        "judged_batches": min(batches - first, MAX_BATCHES) if keep else batches - first,
+        "judged_on": "another trace" if judge else "second half" if first else "all batches",
         "placement_is": "the plan's"
         if plan.placements
+        else "searched on the first trace"
+        if judge
         else "searched on the first half"
         if own
         else "in order",
@@ -118,12 +132,20 @@ def cap_study(
         "expert_to_device": {
             name: [list(p.expert_to_device) for p in own] for name, own in placements.items()
         },
-        "loads": trace_loads(cut, order),
+        "loads": trace_loads(cut, order, progress=steps.of("loads")),
         "ways": ways,
         "plan": of_plan,
     }
     result["verdict"] = said(result)
     return result
+
+
+def _searched(
+    trace: Trace, batches: int, devices: int, progress: Progress | None
+) -> list[ExpertPlacement]:
+    """The placement of each layer that is searched on the first batches."""
+    found = fitted(trace, Part(0, batches), Wanted(devices), progress)
+    return [own.placement for own in found.alone]
 
 
 def _devices(placement: ExpertPlacement | int) -> int:

@@ -1,5 +1,7 @@
 """What a MoE layer costs on many devices: gate, dispatch, the slowest device's experts, combine.
 
+Shared experts, which every token runs through on its own device, come on top: no load changes them.
+
 A device's experts take, one after the other: a launch; reading the weights of every expert that
 gets a row (6 H I FLOP a row, 3 H I weights an expert); the FLOPs of its rows, each expert's padded
 to whole tiles; and moving its rows' activations. Terms are added, not overlapped. Where few rows
@@ -9,7 +11,7 @@ decode.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from paceline.analysis.expert_map import ExpertMap, Loads, load_table
 from paceline.analysis.hardware import BYTES, Hardware
 
-STAGES = ("gate", "dispatch", "experts", "combine")
+STAGES = ("gate", "shared", "dispatch", "experts", "combine")
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class LayerShape:
         k: experts a token.
         precision: of weights and products: "bf16", "fp8", or "fp4" weights with 8-bit products;
             "fp32" on a CPU.
+        shared: intermediate size of all shared experts together; 0: there are none.
 
     Raises:
         ValueError: if a size is below 1, or the precision is unknown.
@@ -44,11 +47,15 @@ class LayerShape:
     experts: int
     k: int
     precision: str = "bf16"
+    shared: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "expert_size", "experts", "k"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is not allowed: it is at least 1.")
+        least = {"hidden": 1, "expert_size": 1, "experts": 1, "k": 1, "shared": 0}
+        for name, size in least.items():
+            if getattr(self, name) < size:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is not allowed: it is at least {size}."
+                )
         if self.precision not in BYTES:
             raise ValueError(
                 f"precision={self.precision!r} is not allowed: it is one of {', '.join(BYTES)}."
@@ -175,13 +182,14 @@ def layer_cost(
     away = (layer.num_devices - 1) / layer.num_devices  # a token's own device needs no exchange
     widths = {"dispatch": shape.token_bytes, "combine": shape.hidden * shape.combine_width}
     gate = gate_seconds(count / layer.num_devices, shape, hardware)
+    shared = shared_seconds(count / layer.num_devices, shape, hardware)
 
     def stages(received: Loads, computing: Loads) -> dict[str, Loads]:
         exchanged = {
             name: exchange_seconds(received * away * width, layer.num_devices, hardware)
             for name, width in widths.items()
         }
-        return {"gate": gate, "experts": computing, **exchanged}
+        return {"gate": gate, "shared": shared, "experts": computing, **exchanged}
 
     return LayerCost(
         seconds=stages(arriving.max(1), experts.max(1)),
@@ -236,6 +244,20 @@ def gate_seconds(tokens: Loads, shape: LayerShape, hardware: Hardware) -> Loads:
     wide = BYTES["fp32"] if shape.precision == "fp32" else BYTES["bf16"]
     product = tokens * 2 * shape.hidden * shape.experts / hardware.flops
     return np.asarray(hardware.launch + product + tokens * shape.hidden * wide / hardware.memory)
+
+
+def shared_seconds(tokens: Loads, shape: LayerShape, hardware: Hardware) -> Loads:
+    """[batches] tokens of a device -> seconds of its shared experts, as one more expert's.
+
+    >>> from paceline.analysis.hardware import PRESETS
+    >>> one = LayerShape(2048, 1408, 64, 6, shared=2816)
+    >>> bool(shared_seconds(np.ones(1), one, PRESETS["h100"])[0] > 5e-6)
+    True
+    """
+    if not shape.shared:
+        return np.zeros(len(tokens))
+    alone = replace(shape, expert_size=shape.shared, shared=0)
+    return device_seconds(tokens[:, None], alone, hardware)
 
 
 def exchange_seconds(received: Loads, devices: int, hardware: Hardware) -> Loads:

@@ -17,6 +17,8 @@ _EXPERT_SIZE = (
     "ffn_hidden_size",
     "intermediate_size",
 )
+_SHARED_SIZE = ("shared_expert_intermediate_size", "shared_intermediate_size")
+_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
 _QUANTISED = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "fp4", "awq": "fp4", "gptq": "fp4"}
 
 
@@ -35,12 +37,14 @@ def layer_shape(path: Path, precision: str | None = None) -> LayerShape:
     32
     """
     config, told = _read(path), Asked().with_config(path)
+    expert_size = _size(config, _EXPERT_SIZE, path)
     return LayerShape(
         hidden=_size(config, _HIDDEN, path),
-        expert_size=_size(config, _EXPERT_SIZE, path),
+        expert_size=expert_size,
         experts=told.needed("experts", str(path), "how many experts a layer has"),
         k=told.needed("k", str(path), "how many experts a token gets"),
         precision=precision or _precision(config),
+        shared=_shared(config, expert_size, path),
     )
 
 
@@ -83,6 +87,13 @@ def _size(config: Mapping[str, Any], keys: Sequence[str], path: Path) -> int:
             f"{path}: the config says {keys[0]}={found!r}: expected is a whole number above 0."
         )
     return found
+
+
+def _shared(config: Mapping[str, Any], expert_size: int, path: Path) -> int:
+    """Intermediate size of all shared experts together, 0 where there are none."""
+    if find(config, *_SHARED_SIZE):
+        return _size(config, _SHARED_SIZE, path)
+    return expert_size * _size(config, _SHARED, path) if find(config, *_SHARED) else 0
 
 
 def _precision(config: Mapping[str, Any]) -> str:

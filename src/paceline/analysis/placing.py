@@ -162,7 +162,7 @@ def place(
     if half:
         result["second_half"] = judged(fitted(Part(0, half)), cut, Part(half, batches))
     if judge is not None:
-        _check_alike(trace, judge)
+        check_alike(trace, judge)
         other = batches_of(judge, batch_tokens)
         part = Part(0, count_batches(other))
         result["other_trace"] = {"trace": judge.where, **judged(whole, other, part)}
@@ -222,7 +222,12 @@ def judged(ways: Mapping[str, Sequence[ExpertMap]], trace: Trace, part: Part) ->
     }
 
 
-def _check_alike(trace: Trace, judge: Trace) -> None:
+def check_alike(trace: Trace, judge: Trace) -> None:
+    """Refuse traces of different models.
+
+    Raises:
+        ValueError: if their layers differ in number or experts.
+    """
     ours, theirs = ([layer.experts for layer in t.header.layers] for t in (trace, judge))
     if ours != theirs:
         raise ValueError(

@@ -40,7 +40,7 @@ class Fitted:
     copied: list[ExpertMap]
 
 
-def fitted(trace: Trace, part: Part, wanted: Wanted) -> Fitted:
+def fitted(trace: Trace, part: Part, wanted: Wanted, progress: Progress | None = None) -> Fitted:
     """The searched maps of some batches, to be judged on others.
 
     >>> from paceline.traces import sample
@@ -48,7 +48,7 @@ def fitted(trace: Trace, part: Part, wanted: Wanted) -> Fitted:
     >>> len(found.alone), found.copied
     (6, [])
     """
-    pieces = pieces_of(trace, part)
+    pieces = pieces_of(trace, part, progress)
     alone = [search_map(loads, wanted.shape(loads.shape[1], 0)) for loads in pieces]
     copies = pieces if wanted.replicas else []
     return Fitted(alone, [search_map(loads, wanted.shape(loads.shape[1])) for loads in copies])

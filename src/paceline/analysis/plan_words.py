@@ -110,16 +110,17 @@ def _caps_said(result: Mapping[str, Any], decision: str, what: str) -> list[str]
             "The trace holds no weights: what a cap may lose is counted in assignments, and which "
             "of them matter least is unknown."
         )
-    budget = result["budgets"]["in_order" if decision == "cap" else "placed"]
+    base = "in_order" if decision == "cap" else "placed"
+    budget, where = result["budgets"][base], "in order" if base == "in_order" else "placed"
     if budget is None:
         lines.append(
-            f"Every cap that was chosen loses more than {most:.1%} of the {what} here, if not "
-            "where it was chosen."
+            f"Every cap that was chosen for experts {where} loses more than {most:.1%} of the "
+            f"{what} here, if not where it was chosen."
         )
     elif budget < most:
         lines.append(
-            f"Its caps were chosen to lose at most {budget:.2%}: with looser ones more than "
-            f"{most:.1%} would be lost here."
+            f"The caps for experts {where} were chosen to lose at most {budget:.2%}: with looser "
+            f"ones more than {most:.1%} would be lost here."
         )
     return lines
 

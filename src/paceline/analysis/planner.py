@@ -86,8 +86,8 @@ def make_plan(
         )
     half = batches // 2
     parts = 1 + bool(goal.wanted.replicas)
-    steps = Steps(progress, 3 + parts * (1 if judge is None else 2))
-    first = fitted(cut, Part(0, half), goal.wanted)
+    steps = Steps(progress, 5 + parts * (1 if judge is None else 2))
+    first = fitted(cut, Part(0, half), goal.wanted, steps.of("placing by half"))
     fit_trace = picked(cut, spread_over(Part(0, half), MAX_BATCHES))
     options = _options(goal, trace if judge is None else judge, trace)
     chosen = {
@@ -114,7 +114,7 @@ def make_plan(
         "other_trace": None,
     }
     deciding, seen, maps = result["second_half"], rest, first.alone
-    whole = fitted(cut, Part(0, batches), goal.wanted)
+    whole = fitted(cut, Part(0, batches), goal.wanted, steps.of("placing by all"))
     if judge is not None:
         other = batches_of(judge, batch_tokens)
         part = picked(other, spread_over(Part(0, count_batches(other)), MAX_BATCHES))

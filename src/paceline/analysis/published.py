@@ -21,8 +21,10 @@ from paceline.traces import Trace, sample
 H800 = replace(PRESETS["h100"], name="h800", link=0.836 * 200e9)
 """An H100 with half the links."""
 
-_V2_LITE = LayerShape(2048, 1408, 64, 6)
-_V2 = LayerShape(5120, 1536, 64, 6)  # with V2-Lite's experts and loads: there is no trace of V2
+_V2_LITE = LayerShape(2048, 1408, 64, 6, shared=2 * 1408)
+_V2 = LayerShape(
+    5120, 1536, 64, 6, shared=2 * 1536
+)  # with V2-Lite's experts and loads: there is no trace of V2
 _PAPER: tuple[tuple[str, LayerShape, int, float, float], ...] = (
     ("Figure 4, DeepSeek-V2-Lite", _V2_LITE, 8192 * 512, 2.0, 1.12),
     ("Figure 4, DeepSeek-V2-Lite", _V2_LITE, 8192 * 512, 1.5, 1.23),
@@ -33,7 +35,15 @@ _PAPER: tuple[tuple[str, LayerShape, int, float, float], ...] = (
     ("Table 10, DeepSeek-V2, 1K x 4K", _V2, 1024 * 4096, 2.0, 1.23),
 )
 """Layer speed-ups of arXiv 2503.05066, Token Drop per expert on 8 H20: what, sizes, tokens of a
-batch, capacity factor, speed-up. No routing of the other models of its Figure 4 is at hand."""
+batch, capacity factor, speed-up."""
+
+_UNRECORDED: tuple[tuple[str, LayerShape, int, float, tuple[float, float, float]], ...] = (
+    ("OLMoE", LayerShape(2048, 1024, 64, 8), 8, 7.6, (1.21, 1.30, 1.46)),
+    ("Qwen1.5-MoE", LayerShape(2048, 1408, 60, 4, shared=5632), 6, 8.0, (1.10, 1.13, 1.18)),
+    ("Mixtral", LayerShape(4096, 14336, 8, 2), 8, 4.0, (1.44, 1.89, 2.55)),
+)
+"""Models of its Figure 4 whose routing nobody recorded here: sizes, devices, the largest peak/mean
+of an expert in any layer as the paper has it, and speed-ups at the factors 2.0, 1.5 and 1.0."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +198,60 @@ def paper_figures(traces: Mapping[str, Trace] | None = None) -> list[Distance]:
             case = f"{what}, factor {factor}, on {name}"
             out.append(Distance("Capacity-Aware Inference, 8 H20", case, "x", published, predicted))
     return out
+
+
+def paper_unrecorded(draws: int = 64) -> list[Distance]:
+    """Figure 4 of models without recorded routing, on SYNTHETIC loads with the published peak.
+
+    The paper gives the peak of the worst layer alone, so that these are loads of a worst layer and
+    the speed-ups a bound of the whole model's.
+
+    Args:
+        draws: orders of the experts that are averaged over.
+
+    >>> len(paper_unrecorded(draws=2))
+    9
+    """
+    out = []
+    for name, shape, devices, peak, published in _UNRECORDED:
+        loads = skewed_loads(shape.experts, peak, 8192 * 512 * shape.k, draws)
+        factors = [2.0, 1.5, 1.0]
+        found = paper_layer(loads, shape, devices, factors, PRESETS["h20"])
+        out += [
+            Distance(
+                "Capacity-Aware Inference, 8 H20",
+                f"Figure 4, {name}, factor {factor}, on SYNTHETIC loads of its worst layer's peak",
+                "x", figure, predicted,
+            )
+            for factor, figure, predicted in zip(factors, published, found, strict=True)
+        ]  # fmt: skip
+    return out
+
+
+def skewed_loads(experts: int, peak: float, rows: float, draws: int, seed: int = 0) -> Loads:
+    """[draws, experts] loads that fall with a power of the rank, in random orders.
+
+    Args:
+        experts: of the layer.
+        peak: largest / mean, from 1 to below `experts`.
+        rows: of all experts together.
+        draws: how many orders.
+        seed: of the orders.
+
+    >>> loads = skewed_loads(64, peak=7.6, rows=6400, draws=2)
+    >>> round(float(loads.max(1)[0] / loads.mean(1)[0]), 3), round(float(loads.sum(1)[0]))
+    (7.6, 6400)
+    """
+    ranks = np.arange(1, experts + 1, dtype=np.float64)
+    low, high = 0.0, 64.0
+    for _ in range(80):
+        middle = (low + high) / 2
+        share = ranks**-middle
+        low, high = (middle, high) if share.max() / share.mean() < peak else (low, middle)
+    share = ranks**-high
+    rng = np.random.default_rng(seed)
+    orders = np.stack([rng.permutation(share) for _ in range(draws)])
+    return np.asarray(orders * (rows / share.sum()))
 
 
 def uniform_routing(

@@ -7,7 +7,7 @@ batches are handed on, not kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -20,6 +20,8 @@ from paceline.traces import Trace
 from paceline.traces.chunk import Chunk
 from paceline.traces.tables import load_tables
 from paceline.traces.trace import Chunks
+
+Progress = Callable[[int, int, str], None]
 
 BATCH_TOKENS = 1024
 """Tokens of a batch to judge on, where the trace's own batches were no forwards."""
@@ -66,8 +68,10 @@ def count_batches(trace: Trace) -> int:
     return sum(chunk.batches for chunk in trace.chunks)
 
 
-def pieces_of(trace: Trace, part: Part) -> list[Loads]:
+def pieces_of(trace: Trace, part: Part, progress: Progress | None = None) -> list[Loads]:
     """[layers] tables [pieces, experts] of some batches, to fit placements on.
+
+    Progress is told of chunks gone through, of about how many.
 
     >>> from paceline.traces import sample
     >>> pieces_of(sample("gpt_oss_20b_decode"), Part(0, 8))[0].shape
@@ -76,7 +80,10 @@ def pieces_of(trace: Trace, part: Part) -> list[Loads]:
     kept: list[Loads] = []
     merged = 1  # pieces summed up in each table that is kept
     waiting: list[Loads] = []
-    for counts in _counts(Trace(trace.header, _Cut(trace.chunks, part), trace.where)):
+    cut = Trace(trace.header, _Cut(trace.chunks, part), trace.where)
+    for done, counts in enumerate(_counts(cut), start=1):
+        if progress is not None:
+            progress(done, max(done, len(cut.chunks)), "loads to place by")
         for table in counts:
             waiting.append(table)
             if len(waiting) == merged:

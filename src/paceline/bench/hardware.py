@@ -3,7 +3,12 @@
 What is timed are the experts as Transformers runs them (stacked weights, grouped products), with
 rows spread unevenly over them: one device's share of a layer. The fit is least squares of relative
 errors with coefficients that can't be negative; which rows are slow and how tiles are cut is chosen
-by the same error. Shapes that took no part in the fit say how good it is.
+by the same error. How good it is, shapes say that took no part in it: some that never do, and each
+of the others when the fit is made again without it.
+
+What made fits hold on a busy machine: processor time, rounds in which all cases take turns, and
+many sizes, since one is as much as a sixth quicker or slower than its numbers say. With one round
+30 of 36 such layers were within 15%, with two or more all 36.
 """
 
 from __future__ import annotations
@@ -24,13 +29,18 @@ from paceline.analysis.cost import LayerShape, device_seconds, padded_rows
 from paceline.analysis.hardware import Hardware
 from paceline.bench.workload import Shape, build_experts
 
-FIT_SIZES = ((1024, 512), (1024, 1024), (1536, 1024), (2048, 768), (2048, 1536))
+FIT_SIZES = (
+    (512, 512), (1024, 512), (1024, 1024), (1536, 1024), (2048, 768), (2048, 1536), (2880, 1440),
+)  # fmt: skip
 """(hidden, expert size) that the fit sees."""
-HELD_OUT_SIZES = ((2048, 1024), (1280, 768), (1024, 1408))
+HELD_OUT_SIZES = ((2048, 1024), (1280, 768), (1024, 1408), (768, 2048))
 """Those it is judged by; 2048 x 1024 is OLMoE's layer."""
 EXPERTS = 8
-MEAN_ROWS = (1, 4, 16, 48, 128, 320)
+MEAN_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 320)
+DECODE_ROWS = 4
+"""Mean rows an expert up to which a case counts as decode: weights rule."""
 _GOOD = 0.15
+_SLOW = (0, 2, 4, 6, 8, 10, 12, 16, 24, 32, 64)
 _ENDLESS = 1e18  # per second: what takes no time of its own
 
 Table = NDArray[np.float64]
@@ -67,10 +77,39 @@ class Fit:
     errors: tuple[float, ...]
     held_out: tuple[float, ...]
 
-    @property
-    def within(self) -> float:
-        """Share of the held-out timings that the fit meets within 15%."""
-        return float(np.mean(np.abs(self.held_out) <= _GOOD)) if self.held_out else 0.0
+
+def within(errors: Sequence[float]) -> int:
+    """How many errors are at most 15%.
+
+    >>> within([0.15, -0.16, 0.0])
+    2
+    """
+    return int((np.abs(errors) <= _GOOD).sum())
+
+
+def is_decode(timing: Timing) -> bool:
+    """Whether experts have so few rows that reading their weights is nearly all.
+
+    >>> is_decode(Timing(LayerShape(1, 1, 1, 1), (1,), 1.0))
+    True
+    """
+    return sum(timing.rows) <= DECODE_ROWS * len(timing.rows)
+
+
+def left_out(timings: Sequence[Timing]) -> list[float]:
+    """The error of each timing under a fit to those of all other sizes.
+
+    Raises:
+        ValueError: if fewer than 8 timings are left for a fit.
+    """
+    sizes = {(t.shape.hidden, t.shape.expert_size) for t in timings}
+    errors = dict.fromkeys(range(len(timings)), 0.0)
+    for size in sizes:
+        mine = [n for n, t in enumerate(timings) if (t.shape.hidden, t.shape.expert_size) == size]
+        others = [t for n, t in enumerate(timings) if n not in mine]
+        found = fit(others, [timings[n] for n in mine]).held_out
+        errors |= dict(zip(mine, found, strict=True))
+    return list(errors.values())
 
 
 def measure(
@@ -191,9 +230,7 @@ def fit(
     if len(timings) < 8:
         raise ValueError(f"{len(timings)} timings are not allowed: a fit needs at least 8.")
     tiles = (1,) if timings[0].shape.precision == "fp32" else (1, 16, 64, 128)
-    found = [
-        _fit(timings, name, link, tile, slow) for tile in tiles for slow in (0, 4, 8, 16, 32, 64)
-    ]
+    found = [_fit(timings, name, link, tile, slow) for tile in tiles for slow in _SLOW]
     hardware = min(found, key=lambda h: float(np.square(_errors(h, timings)).sum()))
     return Fit(hardware, tuple(_errors(hardware, timings)), tuple(_errors(hardware, held_out)))
 

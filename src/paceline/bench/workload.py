@@ -34,6 +34,7 @@ SHAPES = {
         Shape("olmoe", 2048, 1024, 64, 8, 8),
         Shape("mixtral", 4096, 14336, 8, 2, 8),
         Shape("deepseek-v2-lite", 2048, 1408, 64, 6, 8),
+        Shape("qwen3-30b-a3b", 2048, 768, 128, 8, 8),
         Shape("qwen1.5-moe", 2048, 1408, 60, 4, 6),
         Shape("small", 512, 256, 16, 4, 4),
         Shape("tiny", 64, 32, 8, 2, 4),
@@ -248,7 +249,7 @@ def _compared(
         raise ValueError(f"policy {text!r}: keep=contribution needs a calibration, none is here.")
     if not policy.caps or policy.mode != "enforce":
         raise ValueError(f'policy {text!r} caps nothing: use "none" for the layer without a cap.')
-    if any_load and policy.min_expert_load == "auto":
+    if any_load and policy.min_expert_load == "auto" and policy.max_active is None:
         policy = policy.replace(min_expert_load=0)
     if not shares_batch and "pool" not in policy.model_fields_set:
         policy = policy.replace(pool="source")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ MEMORY = 2 << 30
 def calibrate(
     model: Any,
     tokenizer: Any,
-    texts: Mapping[str, str],
+    texts: Mapping[str, str] | Sequence[Batch],
     *,
     rank: int = 16,
     devices: int | None = None,
@@ -47,11 +48,12 @@ def calibrate(
 
     Args:
         model: a Mixture-of-Experts model in evaluation mode; it is restored afterwards.
-        tokenizer: its tokenizer.
-        texts: name -> text.
+        tokenizer: its tokenizer, None with batches.
+        texts: name -> text, or batches of the model's arguments: prompts with pictures, say. Rows
+            of padding (attention_mask) teach nothing.
         rank: of a stand-in, at most.
         devices: to search a placement of every layer's experts for; None: none.
-        sampling: which tokens to run.
+        sampling: which tokens of texts to run.
         memory: bytes for layers' inputs; with less, the texts are run more often.
         unfinished: folder where finished layers are kept, so that a run of the same model, texts
             and settings that was ended goes on there.
@@ -67,9 +69,12 @@ def calibrate(
     check_count("memory", memory)
     if devices is not None:
         check_count("devices", devices)
-    sampling = sampling or Sampling()
-    check_length(model, sampling.sequence_length)
-    batches, tokens = make_batches(tokenizer, texts, sampling)
+    if isinstance(texts, Mapping):
+        sampling = sampling or Sampling()
+        check_length(model, sampling.sequence_length)
+        batches, tokens = make_batches(tokenizer, texts, sampling)
+    else:
+        batches, tokens = list(texts), _tokens(texts)
     text_of_row, part_of_row = _parts(batches, list(tokens))
     held_out = "texts" if len(tokens) > 1 else "parts"
     with attach(model) as pace:
@@ -107,9 +112,8 @@ def calibrate(
                         raise ValueError(f"layer {layer.name} saw no token of the texts.")
                     break
                 rows = Rows(seen.pop(layer.name), layer, text_of_row, part_of_row)
-                found[index] = fit_layer(
-                    rows, rank, len(tokens), devices, lambda name=layer.name: tell(name, 1)
-                )
+                fitted = partial(tell, layer.name, 1)
+                found[index] = fit_layer(rows, rank, len(tokens), devices, fitted)
                 if kept is not None:
                     kept.keep(index, found[index])
     return calibration(*(found[index] for index in range(len(identity))))
@@ -128,16 +132,33 @@ def _check(identity: Sequence[LayerIdentity], devices: int | None) -> None:
             )
 
 
+def _real(batch: Batch) -> Tensor:
+    """[rows, length] bool, False for padding."""
+    return batch.given.get("attention_mask", torch.ones_like(batch.ids)) != 0
+
+
+def _tokens(batches: Sequence[Batch]) -> dict[str, int]:
+    """Tokens of each text, in order of appearance.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    tokens: dict[str, int] = {}
+    for batch in batches:
+        for source, real in zip(batch.sources, _real(batch).sum(1).tolist(), strict=True):
+            tokens[source] = tokens.get(source, 0) + real
+    if not sum(tokens.values()):
+        raise ValueError("batches have no token: allowed are one or more.")
+    return tokens
+
+
 def _parts(batches: Sequence[Batch], texts: list[str]) -> tuple[Tensor, Tensor]:
-    """[rows] the text of each row, and the part with which it is left out."""
-    text = torch.cat(
-        [
-            torch.tensor([texts.index(source) for source in batch.sources]).repeat_interleave(
-                batch.ids.shape[1]
-            )
-            for batch in batches
-        ]
-    )
+    """[rows] the text of each row, -1 for padding, and the part with which it is left out."""
+    rows = [
+        torch.tensor([texts.index(s) for s in b.sources]).unsqueeze(1).where(_real(b).cpu(), -1)
+        for b in batches
+    ]
+    text = torch.cat([row.flatten() for row in rows])
     if len(texts) > 1:
         return text, text % FOLDS
     return text, torch.arange(len(text)) * FOLDS // len(text)
@@ -145,7 +166,8 @@ def _parts(batches: Sequence[Batch], texts: list[str]) -> tuple[Tensor, Tensor]:
 
 def _run(model: Any, batch: Batch) -> None:
     with torch.inference_mode():
-        model(input_ids=batch.ids.to(model.device), use_cache=False)
+        given = {"input_ids": batch.ids, **batch.given}
+        model(**{name: value.to(model.device) for name, value in given.items()}, use_cache=False)
 
 
 @contextmanager

@@ -63,7 +63,7 @@ class Moments:
             x, y = x[finite], y[finite]
         if len(x) == 0:
             return none(x.shape[1])
-        parts = zip(x.split(CHUNK), y.split(CHUNK), strict=True)
+        parts = zip(torch.split(x, CHUNK), torch.split(y, CHUNK), strict=True)
         return merged(_of_chunk(*part) for part in parts)
 
     @property

@@ -45,7 +45,7 @@ class Rows:
     Args:
         seen: what it was given; its parts are taken over.
         layer: which it is.
-        text: [rows] text of each row.
+        text: [rows] text of each row, -1 for padding.
         part: [rows] part with which it is left out.
 
     Raises:
@@ -53,15 +53,19 @@ class Rows:
     """
 
     def __init__(self, seen: Seen, layer: LayerIdentity, text: Tensor, part: Tensor) -> None:
-        self._seen, self._hidden, self.ids = seen, torch.cat(seen.hidden), torch.cat(seen.ids)
+        hidden, ids = torch.cat(seen.hidden), torch.cat(seen.ids)
         seen.hidden, seen.ids = [], []
-        self.layer, self.text, self._part = layer, text, part
-        self.hidden = self._hidden.shape[1]
-        if len(self._hidden) != len(text):
+        if len(hidden) != len(text):
             raise ValueError(
-                f"layer {layer.name} saw {len(self._hidden)} rows of {len(text)} tokens: allowed "
-                "is one a token."
+                f"layer {layer.name} saw {len(hidden)} rows of {len(text)} tokens: allowed is one "
+                "a token."
             )
+        real = text >= 0
+        if not bool(real.all()):
+            hidden, ids, text, part = hidden[real], ids[real], text[real], part[real]
+        self._seen, self._hidden, self.ids = seen, hidden, ids
+        self.layer, self.text, self._part = layer, text, part
+        self.hidden = hidden.shape[1]
 
     def of(self, expert: int) -> ExpertRows:
         """Those that were routed to an expert."""

@@ -10,7 +10,9 @@ from paceline.cli.bench import bench
 from paceline.cli.calibrate import calibrate
 from paceline.cli.calibrate_hardware import calibrate_hardware
 from paceline.cli.demo import demo
+from paceline.cli.eval import evaluate
 from paceline.cli.import_trace import import_trace
+from paceline.cli.lm_eval import lm_eval
 from paceline.cli.loads import loads
 from paceline.cli.place import place
 from paceline.cli.plan import plan
@@ -19,6 +21,10 @@ from paceline.cli.reorder import reorder
 from paceline.cli.report import report
 from paceline.cli.serve import serve
 from paceline.cli.simulate import simulate
+from paceline.cli.sweep import sweep
+
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Of verbs that hand options on to another program."""
 
 app = typer.Typer(
     name="paceline",
@@ -32,6 +38,9 @@ app.command()(demo)
 app.add_typer(bench)
 app.command()(loads)
 app.command()(calibrate)
+app.command("eval")(evaluate)
+app.command()(sweep)
+app.command("lm-eval", context_settings=PASSED_ON)(lm_eval)
 app.command()(place)
 app.command()(plan)
 app.command()(reorder)
@@ -40,7 +49,7 @@ app.command("calibrate-hardware")(calibrate_hardware)
 app.command()(record)
 app.command("import")(import_trace)
 app.command()(simulate)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
+app.command(context_settings=PASSED_ON)(serve)
 
 
 @app.command()

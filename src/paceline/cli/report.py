@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
 
 import typer
 
 from paceline.cli import trace_options as options
 from paceline.cli.errors import check_writable, guarded
 from paceline.cli.model_options import AsJson
+
+if TYPE_CHECKING:
+    from paceline.analysis.plan_goal import Goal
+    from paceline.traces import Trace
 
 _MAX_BYTES = 1 << 26
 
@@ -29,6 +35,10 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="Page (HTML) to write, readable by you only.")
     ] = None,
+    judge: Annotated[
+        str | None,
+        typer.Option(help="Another trace of the same model, to judge everything on."),
+    ] = None,
     plan: Annotated[
         Path | None, typer.Option(help="Plan file (TOML) to show: its placements and policies.")
     ] = None,
@@ -39,6 +49,10 @@ def report(
     model_config: options.ModelConfig = None,
     hardware: Annotated[
         str | None, typer.Option(help="With --model-config: also decide, as paceline plan does.")
+    ] = None,
+    sweep: Annotated[
+        Path | None,
+        typer.Option(help="sweep.json of paceline sweep: what caps cost in quality, shown too."),
     ] = None,
     figures: Annotated[
         Path | None, typer.Option(help="Folder for the figures as SVG and PNG (needs kaleido).")
@@ -52,18 +66,22 @@ def report(
     """Make one page of a trace: loads, devices before and after any cap, placement, verdict.
 
     The page needs no network and no server. Its placement is searched on the first half of the
-    batches and everything is judged on the second.
+    batches and everything is judged on the second; with --judge it is searched on all of the trace
+    and everything is judged on the other.
 
     \b
     Examples:
       paceline report sample:esft_v2lite_law --out page.html
+      paceline report monday --judge friday --out page.html
       paceline report trace --plan plan.toml --out page.html --figures figures
       paceline report trace --model-config model --hardware h100 --out page.html
       paceline plan trace --model-config model --json > plan.json
       paceline report plan.json --out page.html
     """
     from paceline.analysis.cap_study import cap_study
+    from paceline.analysis.planner import make_plan
     from paceline.cli.progress import progress
+    from paceline.evaluation.sweep_file import read_sweep
     from paceline.plan import Plan
     from paceline.reporting.environment import environment
 
@@ -81,19 +99,31 @@ def report(
         devices = planned["devices"]
         batch_tokens = planned["batch_tokens"] if batch_tokens is None else batch_tokens
     chosen = None if plan is None else Plan.load(plan)
+    swept = None if sweep is None else read_sweep(sweep)
     if chosen is not None and chosen.placements and devices is not None and planned is None:
         raise ValueError(f"--devices and {plan} both place the experts: give one of them.")
-    trace = options.read_trace(
-        source if planned is None else planned["trace"],
-        experts=experts, k=k, layers=layers, model_config=model_config, physical=physical,
-    )  # fmt: skip
+
+    def read(name: str) -> Trace:
+        return options.read_trace(
+            name, experts=experts, k=k, layers=layers, model_config=model_config,
+            physical=physical,
+        )  # fmt: skip
+
+    trace = read(source if planned is None else planned["trace"])
+    if planned is not None and judge is None and planned["other_trace"] is not None:
+        judge = planned["other_trace"]["trace"]
+    other = None if judge is None else read(judge)
     with progress() as tell:
-        result = cap_study(trace, devices or 8, batch_tokens, chosen, tell)
+        result = cap_study(trace, devices or 8, batch_tokens, chosen, tell, other)
         if hardware is not None and model_config is not None:
-            planned = _decide(trace, model_config, hardware, result["devices"], batch_tokens, tell)
+            goal = _goal(model_config, hardware, result["devices"])
+            made, planned = make_plan(trace, goal, other, batch_tokens, tell)
+            chosen = made if chosen is None else chosen
     result |= {
         "planned": planned,
-        "plan_file": None if plan is None else str(plan),
+        "sweep": swept,
+        "plan_text": None if chosen is None else chosen.to_toml(),
+        **_linked(plan or (planned or {}).get("plan"), out),
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["paceline", *sys.argv[1:]]),
         **environment(),
@@ -178,20 +208,25 @@ def _is_point(point: Any) -> bool:
     )
 
 
-def _decide(
-    trace: Any, config: Path, hardware: str, devices: int, batch_tokens: int | None, tell: Any
-) -> dict[str, Any]:
-    """The planner's result."""
+def _linked(plan: Any, page: Path | None) -> dict[str, str | None]:
+    """The plan file, and the way to it from the page."""
+    if not isinstance(plan, (str, Path)):
+        return {"plan_file": None, "plan_link": None}
+    folder = Path() if page is None else page.absolute().parent
+    link = Path(os.path.relpath(Path(plan).absolute(), folder)).as_posix()
+    return {"plan_file": str(plan), "plan_link": quote(link)}
+
+
+def _goal(config: Path, hardware: str, devices: int) -> Goal:
+    """What the planner is asked, where the page also decides."""
     from paceline.analysis.hardware import hardware_of
     from paceline.analysis.model_config import expert_groups, layer_shape
     from paceline.analysis.placing import Wanted
     from paceline.analysis.plan_goal import Goal
-    from paceline.analysis.planner import make_plan
 
     device = hardware_of(hardware)
-    goal = Goal(
+    return Goal(
         Wanted(devices, groups=expert_groups(config)),
         layer_shape(config, device.precision or None),
         device,
     )
-    return make_plan(trace, goal, None, batch_tokens, tell)[1]

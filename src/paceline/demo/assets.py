@@ -13,6 +13,8 @@ _HERE = Path(str(files("paceline.demo")))
 MODEL_FOLDER = _HERE / "model"
 TEXT_FOLDER = _HERE / "text"
 CALIBRATION_FOLDER = _HERE / "calibration"
+TASK_FOLDER = _HERE / "tasks"
+"""Small tasks for lm-evaluation-harness; their card is README.md there."""
 
 
 def domains() -> list[str]:
@@ -30,6 +32,18 @@ def domains() -> list[str]:
 def read_text(domain: str) -> str:
     """The held-out text of a domain."""
     return (TEXT_FOLDER / f"{domain}.txt").read_text(encoding="utf-8")
+
+
+def shipped_sweep() -> dict[str, Any] | None:
+    """What caps of every size cost the embedded model, measured before; None where it is missing.
+
+    Made by `python benchmarks/quality.py sweep`: stand-ins are calibrated on the first half of each
+    text, figures are of the second.
+    """
+    from paceline.evaluation.sweep_file import read_sweep
+
+    path = _HERE / "sweep.json"
+    return read_sweep(path) if path.is_file() else None
 
 
 def load_model() -> tuple[Any, Any]:

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.demo.assets import shipped_sweep
 from paceline.demo.plan import HEADLINE, KINDS
 from paceline.reporting import figures
 from paceline.reporting.files import to_json, write_text
 from paceline.reporting.load_map import load_map
 from paceline.reporting.page import render
 from paceline.reporting.style import load_colours
+from paceline.reporting.sweep_page import sweep_figure, sweep_values
 
 
 def write_demo(results: Mapping[str, Any], folder: Path) -> None:
@@ -26,15 +28,17 @@ def write_demo(results: Mapping[str, Any], folder: Path) -> None:
 
 def demo_page(results: Mapping[str, Any]) -> str:
     """The HTML page of a demo run."""
+    swept = shipped_sweep()
     return render(
         "demo.html.j2",
-        demo_figures(results),
+        {**demo_figures(results), **({"sweep": sweep_figure(swept)} if swept else {})},
         title="Paceline demo: stragglers in a Mixture-of-Experts model",
         results=results,
         kinds={kind: words.capitalize() for kind, words in KINDS.items()},
         chosen=_chosen(results),
         chosen_key=HEADLINE,
         floor=figures.FLOOR,
+        **sweep_values(swept, "; not in this run, its figures come with the package"),
     )
 
 

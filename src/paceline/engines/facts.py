@@ -55,9 +55,10 @@ def facts_for(policy: CapacityPolicy) -> Facts:
     """
     if not policy.caps:
         return NO_FACTS
+    ranks = policy.factor is not None  # max_active alone goes by the model's weights
     return Facts(
-        scores=policy.keep == "score" or policy.expand is not None,
-        all_scores=policy.expand is not None,
+        scores=ranks and (policy.keep == "score" or policy.expand is not None),
+        all_scores=ranks and policy.expand is not None,
         source=policy.pool == "source" or policy.expand == "own_device",
         request=policy.pool == "request",
         decode=policy.phase == "prefill",

@@ -32,9 +32,10 @@ def warn_of_sharing(policy: CapacityPolicy, requests: int, stacklevel: int = 2) 
         requests: in the batch.
         stacklevel: as of `warnings.warn`.
     """
+    apart = 'say pool="request"' if policy.max_active is None else "leave max_active out"
     warnings.warn(
         f'{requests} sequences share one budget under pool="{policy.pool}", so what one of them '
-        'gets depends on the others; where they belong to different users, say pool="request".',
+        f"gets depends on the others; where they belong to different users, {apart}.",
         SharedBudgetWarning,
         stacklevel=stacklevel + 1,
     )

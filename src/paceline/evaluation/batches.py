@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,10 +32,12 @@ class Batch:
     Attributes:
         ids: [rows, length] int64.
         sources: name of each row's text, [rows].
+        given: further arguments of the model's forward by name: a mask [rows, length], pictures.
     """
 
     ids: Tensor
     sources: tuple[str, ...]
+    given: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def cut(source: str, token_ids: Sequence[int], length: int, limit: int | None = None) -> Sequences:

@@ -9,6 +9,7 @@ from typing import Any
 from paceline.analysis.cap_words import IN_ORDER
 from paceline.reporting.files import write_text
 from paceline.reporting.page import render
+from paceline.reporting.sweep_page import sweep_figure, sweep_values
 from paceline.reporting.trace_figures import trace_figures
 
 
@@ -26,15 +27,17 @@ def report_page(result: Mapping[str, Any]) -> str:
 
     Its slider works on the result's own figures, which the page holds as JSON.
     """
-    figures = trace_figures(result)
+    figures, swept = trace_figures(result), result.get("sweep")
+    shown = figures if swept is None else {**figures, "sweep": sweep_figure(swept)}
     gammas = sorted({way["gamma"] for way in result["ways"] if way["gamma"] is not None})
     return render(
         "report.html.j2",
-        figures,
+        shown,
         title=f"Paceline: {result['model'] or result['trace']}",
         results=result,
         plots=list(figures),
         gammas=gammas,
+        **sweep_values(swept),
         slider={
             "gammas": [*gammas, None],
             "layers": result["layers"],

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from paceline.routing.budget import Budget
 from paceline.routing.candidates import Candidates, topk_candidates
+from paceline.routing.constants import table
 from paceline.routing.lazy import lazy
 from paceline.routing.pools import TokenPools
 
@@ -55,9 +56,14 @@ class Assignment:
         return self.budget.capacity(policy.factor if policy.caps else None)
 
     @lazy
+    def narrowed(self) -> Tensor:
+        """[1] bool: whether the policy's max_active ruled: too few tokens for a capacity."""
+        return self.budget.narrowed
+
+    @lazy
     def loads_before(self) -> Tensor:
         """[pools, units] int64 assignments of the model's own choice."""
-        return self._loads(self._genuine.ids, self._genuine.offered)
+        return self._loads(self.genuine.ids, self.genuine.offered)
 
     @lazy
     def loads_after(self) -> Tensor:
@@ -67,7 +73,7 @@ class Assignment:
     @lazy
     def expert_loads_before(self) -> Tensor:
         """[experts] int64 assignments of the model's own choice, over all pools."""
-        return count_experts(self._genuine.ids, self._genuine.offered, self.num_experts)
+        return count_experts(self.genuine.ids, self.genuine.offered, self.num_experts)
 
     @lazy
     def expert_loads_after(self) -> Tensor:
@@ -82,7 +88,22 @@ class Assignment:
     @property
     def dropped_slots(self) -> Tensor:
         """[tokens, k] bool: which assignments of the model's own choice were lost."""
-        return self._genuine.offered & ~self._genuine_selected
+        return self.genuine.offered & ~self._genuine_selected
+
+    @property
+    def tokens_without_expert(self) -> Tensor:
+        """0-d int64: tokens that lost every assignment, and so get nothing from routed experts."""
+        return (self.genuine.offered.any(1) & ~self._selected.any(1)).sum()
+
+    @lazy
+    def active_before(self) -> Tensor:
+        """[devices] int64 experts of each device that the model's own choice gives any token."""
+        return self._active(self.expert_loads_before)
+
+    @lazy
+    def active_after(self) -> Tensor:
+        """[devices] int64 experts of each device that still get any token, over all pools."""
+        return self._active(self.expert_loads_after)
 
     @property
     def extras(self) -> Tensor:
@@ -92,7 +113,7 @@ class Assignment:
     @property
     def gate_mass(self) -> Tensor:
         """[2] float64: sum of scores (else weights) of the model's choice, and of what is kept."""
-        return gate_mass(self._genuine, self._genuine_selected)
+        return gate_mass(self.genuine, self._genuine_selected)
 
     @property
     def gate_mass_kept(self) -> Tensor:
@@ -101,7 +122,8 @@ class Assignment:
         return torch.where(whole > 0, kept / whole, 1.0)
 
     @lazy
-    def _genuine(self) -> Candidates:
+    def genuine(self) -> Candidates:
+        """The model's own choice."""
         return topk_candidates(self.budget.inputs, self.num_experts)
 
     @lazy
@@ -111,6 +133,12 @@ class Assignment:
     @property
     def _genuine_selected(self) -> Tensor:
         return self._selected[:, : self.budget.k]
+
+    def _active(self, expert_loads: Tensor) -> Tensor:
+        placement = self.budget.placement
+        device = table(placement.expert_to_device, expert_loads)
+        active = torch.zeros(placement.num_devices, dtype=torch.int64, device=device.device)
+        return active.scatter_add(0, device, (expert_loads > 0).long())
 
     def _loads(self, ids: Tensor, counted: Tensor) -> Tensor:
         group = unit_groups(self.budget, ids, counted)

@@ -89,7 +89,7 @@ class Budget:
     def slots(self) -> int:
         """Slots of a bounded assignment: k, and the most extras that the policy allows a token."""
         policy, largest = self.policy, max(self.placement.sizes)
-        if policy.expand is None:
+        if policy.expand is None or policy.capacity_factor is None:
             return self.k
         widest = {"own_device": largest, "visited_devices": self.k * largest}
         limit = self.num_experts if policy.expand_limit is None else policy.expand_limit
@@ -118,7 +118,10 @@ class Budget:
 
     @property
     def tokens_needed(self) -> int:
-        """The fewest valid tokens of a forward (with request pools: of a pool) that is capped."""
+        """The fewest valid tokens of a forward (with request pools: of a pool) whose loads count.
+
+        From there on capacity_factor rules, below max_active does.
+        """
         enough = self.policy.resolved_min_expert_load(self.device.type)
         return tokens_needed(enough, self.k, self.num_experts)
 
@@ -131,13 +134,20 @@ class Budget:
         tokens is left alone, whatever other pools hold.
         """
         policy, pools, decode = self.policy, self.pools, self.inputs.token_decode
-        if not policy.caps:
+        if not policy.caps or policy.factor is None:
             return torch.zeros(pools.count, dtype=torch.bool, device=self.device)
         alone = policy.pool == "request" or pools.count == 1
         capped = (pools.sizes if alone else pools.total.reshape(1)) >= self.tokens_needed
         if policy.phase == "prefill" and decode is not None:
             capped = capped & (pools.count_of(~decode) > 0)
         return capped.expand(pools.count)
+
+    @lazy
+    def narrowed(self) -> Tensor:
+        """[1] bool: whether max_active rules this forward."""
+        if not self.policy.caps or self.policy.max_active is None:
+            return torch.zeros(1, dtype=torch.bool, device=self.device)
+        return self.pools.total.reshape(1) < self.tokens_needed
 
     @property
     def capped_token(self) -> Tensor:

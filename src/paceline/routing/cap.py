@@ -1,4 +1,4 @@
-"""What survives a cap: Token Drop and Expanded Drop, on the backend that suits the tensors."""
+"""What survives a policy's caps: capacities or active experts, on the backend that suits."""
 
 from __future__ import annotations
 
@@ -13,26 +13,37 @@ from paceline.routing.survivors import Survivors
 
 
 def survivors(budget: Budget) -> Survivors:
-    """What survives the cap: Token Drop, or Expanded Drop where the policy expands."""
+    """What survives the policy's caps, of which one at most rules a forward."""
+    policy, backend, inputs = budget.policy, backend_for(budget.inputs), budget.inputs
+    expands = policy.expand is not None and policy.factor is not None
+    given = backend.expanded(budget) if expands else topk_candidates(inputs, budget.num_experts)
+    left = None if policy.max_active is None else backend.narrow(budget, given)
+    if policy.factor is None:
+        left = left or Survivors.of(given, given.offered)
+    elif left is None or not backend.on_host:
+        # without waiting for the device nobody knows which of the two rules: the other does nothing
+        ids = given.ids if left is None else left.ids
+        left = _bounded(budget, Candidates(inputs, budget.num_experts, ids, given.weights))
+    if policy.renormalize:
+        left = left._replace(weights=_renormalized(left, given))
+    return left
+
+
+def _bounded(budget: Budget, candidates: Candidates) -> Survivors:
+    """What survives capacity_factor: Token Drop, or Expanded Drop where the policy expands."""
     policy, backend = budget.policy, backend_for(budget.inputs)
     if policy.expand is None:
-        candidates = topk_candidates(budget.inputs, budget.num_experts)
+        return backend.keep_best(budget, candidates)
+    if policy.expand_rule == "compete":
         left = backend.keep_best(budget, candidates)
-    else:
-        candidates = backend.expanded(budget)
-        if policy.expand_rule == "compete":
-            left = backend.keep_best(budget, candidates)
-            if policy.max_experts is not None:
-                left = Survivors.of(candidates, _trim(candidates, left.kept, policy.max_experts))
-        else:
-            if policy.max_experts is not None:
-                # extras can't change which genuine ones stay: a token knows the places it has left
-                genuine = backend.keep_best(budget, candidates.genuine).kept
-                candidates = _best_extras(candidates, policy.max_experts - genuine.sum(1))
-            left = backend.keep_best(budget, candidates, fill=True)
-    if policy.renormalize:
-        left = left._replace(weights=_renormalized(left, candidates))
-    return left
+        if policy.max_experts is None:
+            return left
+        return Survivors.of(candidates, _trim(candidates, left.kept, policy.max_experts))
+    if policy.max_experts is not None:
+        # extras can't change which genuine ones stay: a token knows the places it has left
+        genuine = backend.keep_best(budget, candidates.genuine).kept
+        candidates = _best_extras(candidates, policy.max_experts - genuine.sum(1))
+    return backend.keep_best(budget, candidates, fill=True)
 
 
 def _best_extras(candidates: Candidates, free: Tensor) -> Candidates:

@@ -18,8 +18,9 @@ from paceline.routing.inputs import RoutingInputs
 from paceline.routing.survivors import Survivors
 
 
-def survivors_in_graph(budget: Budget) -> tuple[Survivors, Tensor]:
-    """`paceline.routing.cap.survivors` and [pools, units] capacities, as a single node of a graph.
+def survivors_in_graph(budget: Budget) -> tuple[Survivors, Tensor, Tensor]:
+    """`paceline.routing.cap.survivors`, [pools, units] capacities, and [1] bool whether max_active
+    ruled, as a single node of a graph.
 
     Capacities are worked out with fractions, which a compiler can't follow where it takes whole
     numbers as unknown (dynamic=True).
@@ -28,7 +29,7 @@ def survivors_in_graph(budget: Budget) -> tuple[Survivors, Tensor]:
     step = inputs.step
     if not isinstance(step, Tensor):
         step = torch.full((), step, dtype=torch.int64, device=budget.device)
-    *left, capacity = _cap(
+    *left, capacity, narrowed = _cap(
         inputs.topk_ids,
         inputs.topk_weights,
         inputs.scores,
@@ -46,7 +47,7 @@ def survivors_in_graph(budget: Budget) -> tuple[Survivors, Tensor]:
         placement.num_devices,
         budget.slots,
     )
-    return Survivors(*left), capacity
+    return Survivors(*left), capacity, narrowed
 
 
 @torch.library.custom_op("paceline::cap", mutates_args=())
@@ -67,7 +68,7 @@ def _cap(
     expert_to_device: list[int],
     num_devices: int,
     slots: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     inputs = RoutingInputs(
         topk_ids,
         topk_weights,
@@ -85,7 +86,8 @@ def _cap(
     placement = ExpertPlacement(tuple(expert_to_device), num_devices)
     budget = Budget(inputs, _policy(policy), placement)
     left = survivors(budget)
-    return left.ids, left.weights, left.kept, budget.capacity(budget.policy.factor)
+    capacity = budget.capacity(budget.policy.factor)
+    return left.ids, left.weights, left.kept, capacity, budget.narrowed
 
 
 @_cap.register_fake
@@ -99,6 +101,7 @@ def _(topk_ids: Tensor, topk_weights: Tensor, *others: Any) -> tuple[Tensor, ...
         topk_weights.new_empty((rows, slots)),
         topk_ids.new_empty((rows, slots), dtype=torch.bool),
         topk_ids.new_empty((pools, units), dtype=torch.int64),
+        topk_ids.new_empty((1,), dtype=torch.bool),
     )
 
 

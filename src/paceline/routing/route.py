@@ -8,6 +8,7 @@ import torch
 
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
+from paceline.routing.active import most_active
 from paceline.routing.assignment import Assignment
 from paceline.routing.budget import Budget
 from paceline.routing.candidates import topk_candidates
@@ -52,11 +53,12 @@ def route(
     if placement is None:
         placement = _alone(num_experts)
     budget = Budget(inputs, policy, placement)
-    check_binding(policy, placement, budget.k)
-    bounded = capacity = None
+    if not torch.compiler.is_compiling():  # which can't follow fractions
+        check_binding(policy, placement, budget.k)
+    bounded = capacity = narrowed = None
     if policy.caps:
         if torch.compiler.is_compiling():
-            bounded, capacity = survivors_in_graph(budget)
+            bounded, capacity, narrowed = survivors_in_graph(budget)
         else:
             bounded = survivors(budget)
     if bounded is not None and policy.mode == "enforce":
@@ -72,8 +74,8 @@ def route(
         budget=budget,
         bounded_ids=(bounded or shown).ids,
     )
-    if capacity is not None:
-        assignment.capacity = capacity
+    if capacity is not None and narrowed is not None:
+        assignment.capacity, assignment.narrowed = capacity, narrowed
     return assignment
 
 
@@ -81,10 +83,18 @@ def check_binding(policy: CapacityPolicy, placement: ExpertPlacement, k: int) ->
     """Refuse a policy that this placement, or this many experts a token, makes meaningless.
 
     Raises:
-        ValueError: for a device cap on one device that allows its whole load, or max_experts < k.
+        ValueError: for a device cap on one device that allows its whole load, max_experts < k, or
+            a max_active that no device's experts exceed.
     """
     if not policy.caps:
         return
+    largest = max(placement.sizes)
+    if policy.max_active is not None and most_active(policy.max_active, largest) == largest:
+        raise ValueError(
+            f"max_active={policy.max_active} can never bind where a device hosts at most {largest} "
+            f"of the {placement.num_experts} experts: allowed is less, or a placement of them on "
+            "fewer devices."
+        )
     factor = policy.capacity_factor
     if policy.unit == "device" and placement.num_devices == 1 and (factor or 0) >= 1:
         raise ValueError(

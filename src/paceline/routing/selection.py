@@ -39,8 +39,17 @@ BACKEND_VARIABLE = "PACELINE_BACKEND"
 class Backend(Protocol):
     """A module of `paceline.routing.kernels`."""
 
+    on_host: bool
+    """Whether it reads how many tokens there are, and so which of the two caps rules."""
+
     def expanded(self, budget: Budget) -> Candidates:
         """The model's own choice and the extras that the policy allows."""
+
+    def narrow(self, budget: Budget, candidates: Candidates) -> Survivors | None:
+        """The candidates whose experts max_active lets their devices read, in each pool.
+
+        All of them where it does not rule; None where that is known on the host.
+        """
 
     def keep_best(self, budget: Budget, candidates: Candidates, fill: bool = False) -> Survivors:
         """The first of each unit that its places allow.

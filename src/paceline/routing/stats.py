@@ -6,18 +6,22 @@ import threading
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.balance import straggler_loss
 from paceline.placement import ExpertPlacement
 from paceline.routing.assignment import Assignment, count_experts
+from paceline.routing.host_tally import Tally, tally
 from paceline.routing.inputs import expert_ids
 
 _FLUSH_FORWARDS, _FLUSH_ROWS = 256, 1 << 16
 """Uncapped forwards are counted in bulk: a decode step then costs one list append."""
 
-_COUNTS = ("forwards", "capped", "tokens", "dropped", "extras")
+_COUNTS = (
+    "forwards", "capped", "narrowed", "tokens", "dropped", "extras", "tokens_without_expert"
+)  # fmt: skip
 _PEAKS = ("device_before", "device_after", "expert_before", "expert_after")
 _SUMS = ("tokens", *_PEAKS, "mass", "mass_kept")
 
@@ -39,16 +43,23 @@ class LayerStats:
     inputs of dropped assignments were from those of the calibration: the mean squared distance in
     the directions that their stand-ins look at, in units of the variance there: about 1 on text
     like the calibration's; None where no stand-in was used.
+
+    `capped_forwards` are those that a cap ruled, of which `narrowed_forwards` are those that
+    max_active did. `active_experts` is how many experts of each device got any token, a mean over
+    all forwards, and `most_active_experts` that of each forward's device with the most: what a
+    device reads where weights dominate. `tokens_without_expert` lost all their assignments.
     """
 
     name: str
     forwards: int
     capped_forwards: int
+    narrowed_forwards: int
     min_expert_load: float | None
     tokens: int
     assignments: int
     dropped: int
     extras: int
+    tokens_without_expert: int
     dropped_share: float
     gate_mass_kept: float
     expert_loads_before: list[int]
@@ -65,6 +76,10 @@ class LayerStats:
     worst_expert_peak_to_mean_after: float
     straggler_loss_before: float
     straggler_loss_after: float
+    active_experts_before: list[float]
+    active_experts_after: list[float]
+    most_active_experts_before: float
+    most_active_experts_after: float
     stand_in_distance: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -106,16 +121,19 @@ class LoadAccumulator:
             self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
             self._distance = torch.zeros(2, dtype=torch.float64, device=device)  # sum, of how many
             self._worst = torch.zeros(len(_PEAKS), dtype=torch.float64, device=device)
+            devices = self.placement.num_devices  # and the device with the most, in each forward
+            self._active = torch.zeros((2, devices + 1), dtype=torch.int64, device=device)
             self._pending: list[tuple[Tensor, Tensor | None]] = []
             self._pending_rows = 0
+            self._tallied: list[Tally] = []  # of routed forwards, on a CPU
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy starts with: counts of its own, all of one moment."""
         with self._lock, torch.inference_mode(False):
             state = {name: value for name, value in vars(self).items() if name != "_lock"}
-            for name in ("_loads", "_counts", "_sums", "_worst", "_distance"):
+            for name in ("_loads", "_counts", "_sums", "_worst", "_active", "_distance"):
                 state[name] = state[name].clone()
-            state["_pending"] = list(self._pending)
+            state["_pending"], state["_tallied"] = list(self._pending), list(self._tallied)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -141,13 +159,30 @@ class LoadAccumulator:
 
     def add(self, assignment: Assignment) -> None:
         """Count a forward that was routed (enforced or in shadow)."""
+        on_host = self._device.type == "cpu" and type(assignment.bounded_ids) is Tensor
+        if on_host and not torch.compiler.is_compiling():
+            counted = tally(assignment)
+            with self._lock:
+                self._tallied.append(counted)
+                if len(self._tallied) >= _FLUSH_FORWARDS:
+                    self._flush()
+            return
         before = assignment.expert_loads_before
         after = assignment.expert_loads_after
         whole, kept = assignment.gate_mass
         tokens = assignment.pools.total
-        capped = (assignment.capacity != torch.iinfo(torch.int64).max).any()
+        narrowed = assignment.narrowed.any()
+        capped = narrowed | (assignment.capacity != torch.iinfo(torch.int64).max).any()
         counts = torch.stack(
-            [torch.ones_like(tokens), capped.long(), tokens, assignment.dropped, assignment.extras]
+            [
+                torch.ones_like(tokens),
+                capped.long(),
+                narrowed.long(),
+                tokens,
+                assignment.dropped,
+                assignment.extras,
+                assignment.tokens_without_expert,
+            ]
         )
         mass = torch.stack([whole, kept])
         if torch.compiler.is_compiling():
@@ -178,6 +213,7 @@ class LoadAccumulator:
             sums = dict(zip(_SUMS, self._sums.tolist(), strict=True))
             worst = dict(zip(_PEAKS, self._worst.tolist(), strict=True))
             before, after = self._loads.clone()
+            active = (self._active.double() / max(1, counts["forwards"])).tolist()
             distance, compensated = self._distance.tolist()
 
         def peak(name: str) -> float:
@@ -189,11 +225,13 @@ class LoadAccumulator:
             name=self.name,
             forwards=counts["forwards"],
             capped_forwards=counts["capped"],
+            narrowed_forwards=counts["narrowed"],
             min_expert_load=self.min_expert_load,
             tokens=counts["tokens"],
             assignments=assignments,
             dropped=counts["dropped"],
             extras=counts["extras"],
+            tokens_without_expert=counts["tokens_without_expert"],
             dropped_share=counts["dropped"] / assignments if assignments else 0.0,
             gate_mass_kept=sums["mass_kept"] / sums["mass"] if sums["mass"] else 1.0,
             expert_loads_before=before.tolist(),
@@ -210,6 +248,10 @@ class LoadAccumulator:
             worst_expert_peak_to_mean_after=worst["expert_after"],
             straggler_loss_before=straggler_loss(peak("device_before")),
             straggler_loss_after=straggler_loss(peak("device_after")),
+            active_experts_before=active[0][:-1],
+            active_experts_after=active[1][:-1],
+            most_active_experts_before=active[0][-1],
+            most_active_experts_after=active[1][-1],
             stand_in_distance=distance / compensated if compensated else None,
         )
 
@@ -218,6 +260,17 @@ class LoadAccumulator:
         if self._pending:
             pending, self._pending, self._pending_rows = self._pending, [], 0
             self._count(pending)
+        if self._tallied:
+            tallied, self._tallied = self._tallied, []
+            before, after, counts, mass = zip(*tallied, strict=True)
+            counted = torch.tensor(counts)
+            self._tally(
+                torch.from_numpy(np.stack(before)),
+                torch.from_numpy(np.stack(after)),
+                counted[:, _COUNTS.index("tokens")],
+                counted.sum(0),
+                torch.tensor(mass, dtype=torch.float64).sum(0),
+            )
 
     def _count_one(self, ids: Tensor, valid: Tensor | None) -> None:
         """Count a forward of a number of tokens that a compiler takes as any number."""
@@ -272,14 +325,17 @@ class LoadAccumulator:
     ) -> None:
         """Add [forwards, experts] loads, [forwards] tokens, the counts and the gate mass."""
         peaks = self._peaks(before)
+        active = self._active_of(before)
         if after is before:
-            total = before.sum(0).expand(2, -1)
+            total, active = before.sum(0).expand(2, -1), active.expand(2, -1)
             busiest = [peaks[0], peaks[0], peaks[1], peaks[1]]
         else:
             total = torch.stack([before.sum(0), after.sum(0)])
             remaining = self._peaks(after)
+            active = torch.stack([active, self._active_of(after)])
             busiest = [peaks[0], remaining[0], peaks[1], remaining[1]]
         self._loads += total
+        self._active += active
         self._counts += counts
         weighted = torch.stack(busiest) / self.k  # [peaks, forwards] peak-to-mean times tokens
         self._sums += torch.cat([tokens.sum().double()[None], weighted.sum(1), mass])
@@ -290,6 +346,11 @@ class LoadAccumulator:
         """[forwards] of the busiest device and expert: load / mean times T k."""
         device = self._per_device(loads).amax(1).double() * self.placement.num_devices
         return device, loads.amax(1).double() * self.placement.num_experts
+
+    def _active_of(self, loads: Tensor) -> Tensor:
+        """[devices + 1] experts with any load, summed over forwards; last, the most of a device."""
+        devices = self._per_device((loads > 0).long())
+        return torch.cat([devices.sum(0), devices.amax(1).sum()[None]])
 
     def _per_device(self, loads: Tensor) -> Tensor:
         """[forwards, experts] -> [forwards, devices] loads."""

@@ -118,6 +118,10 @@ def _folder(folder: Path, asked: Asked) -> Trace:
 
 def _file(path: Path, asked: Asked) -> Trace:
     where, kind = str(path), _kind(path)
+    if path.name in (HEADER, META) or path.suffix == ".safetensors":
+        for name in (HEADER, META):
+            if (path.parent / name).is_file():
+                raise TraceError(f"{path} is a part of a trace: say its folder, {path.parent}.")
     if kind == "gguf":
         return gguf.read_imatrix(path, where, asked)
     if kind == "torch":

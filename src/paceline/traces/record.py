@@ -60,6 +60,7 @@ class Recorder:
         content: "counts" (loads by phase and modality), "choices" (each token's experts, weights,
             their gate scores) or "scores" (those, and the gate scores of all experts).
         model: name of the model, for the header.
+        source: the program that records, for the header.
         chunk_bytes: size of a chunk.
         chunk_seconds: age of a chunk: at most so much is lost in a crash.
 
@@ -85,6 +86,7 @@ class Recorder:
         content: Recording = "counts",
         *,
         model: str | None = None,
+        source: str = "paceline record",
         chunk_bytes: int = CHUNK_BYTES,
         chunk_seconds: float = CHUNK_SECONDS,
     ) -> None:
@@ -100,7 +102,9 @@ class Recorder:
             for name, count in zip(pace.layers, experts, strict=True)
         )
         self._layer_of = {name: index for index, name in enumerate(pace.layers)}
-        self._writer = TraceWriter(folder, Header(content=content, layers=layers, model=model))
+        self._writer = TraceWriter(
+            folder, Header(content=content, layers=layers, model=model, source=source)
+        )
         self._lock = threading.Lock()
         self._open: dict[int, Forward] = {}  # the running forward of each thread
         self._done: list[Recorded] = []
@@ -167,7 +171,7 @@ class Recorder:
         rows = inputs.topk_ids.shape[0]
         modality: dict[str, Tensor] | None = None
         if context is not None:
-            modality = {m: context.rows_of(t, rows, name) for m, t in context.modality.items()}
+            modality = context.modality_of(rows, name)
         running.add(layer, inputs, modality, known=context is not None)
 
     def _finish_forwards(self) -> None:

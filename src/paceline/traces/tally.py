@@ -86,6 +86,8 @@ class Tally:
     def __init__(
         self, name: str, layer: Layer, policy: CapacityPolicy, placement: ExpertPlacement
     ) -> None:
+        if policy.max_active is not None:
+            raise ValueError(f"max_active={policy.max_active} is not simulated: leave it out.")
         self.k = layer.k or 1
         check_binding(policy, placement, self.k)
         self.name, self.layer, self.policy, self.placement = name, layer.name, policy, placement

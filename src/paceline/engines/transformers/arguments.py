@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from paceline.engines.transformers.forwards import argument_names
-
-MODALITY_OF_TYPE = {"image": 1, "video": 2, "audio": 3}
-"""Values of Transformers' mm_token_type_ids; 0 is text."""
 
 _CACHES = ("cache", "past_key_values", "cache_params")  # renamed in Transformers 5.2x
 
@@ -33,6 +31,34 @@ def tokens_of(arguments: dict[str, Any]) -> Tensor | None:
 def is_padding_mask(mask: Any) -> bool:
     """Whether it is a mask [batch, tokens so far], which can be read whatever the attention."""
     return isinstance(mask, Tensor) and mask.dim() == 2
+
+
+def real_rows(mask: Any, batch: int, length: int, past: int | Tensor) -> Tensor:
+    """[batch * length] bool, False for padding, as an attention mask says.
+
+    Args:
+        mask: [batch, tokens so far] or [batch, 1, length, tokens so far].
+        batch: rows of the tokens.
+        length: of each.
+        past: tokens that were cached before.
+
+    Raises:
+        ValueError: if the mask can't be read.
+    """
+    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= length:
+        own: Tensor = mask[:, -1] if length == 1 else mask[:, -length:].reshape(-1)
+        return own != 0
+    if isinstance(mask, Tensor) and mask.dim() == 4:
+        # a token is real where it may attend to itself
+        mask = mask if mask.dtype is torch.bool else mask == 0
+        own = mask[:, 0].diagonal(int(past), 1, 2)
+        if own.shape in ((batch, length), (1, length)):
+            return own.expand(batch, length).reshape(-1)
+    shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+    raise ValueError(
+        f"attention_mask {shape} can't be read as padding: allowed is [batch, tokens so far] or "
+        "[batch, 1, length, tokens so far]."
+    )
 
 
 def positions_of(arguments: dict[str, Any]) -> Tensor | None:
@@ -64,19 +90,6 @@ def cached_tokens(arguments: dict[str, Any]) -> int | Tensor:
     except ValueError:  # a cache of linear attention layers alone counts no tokens
         return int(bool(getattr(cache, "has_previous_state", lambda: False)()))
     return length.clone() if isinstance(length, Tensor) else int(length)
-
-
-def modality_tokens(config: Any) -> dict[str, int]:
-    """Modality -> id of the placeholder token that a config names for it."""
-    found = {}
-    parts = [config, getattr(config, "thinker_config", None)]
-    for modality in MODALITY_OF_TYPE:
-        for part in parts:
-            for ending in ("token_id", "token_index"):
-                token = getattr(part, f"{modality}_{ending}", None)
-                if isinstance(token, int) and modality not in found:
-                    found[modality] = token
-    return found
 
 
 def parameter_names(module: nn.Module) -> list[str]:

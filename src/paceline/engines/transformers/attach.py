@@ -40,6 +40,7 @@ def attach(
     token_valid: TokenLabels = None,
     token_request: TokenLabels = None,
     token_decode: TokenLabels = None,
+    token_modality: TokenLabels = None,
 ) -> Pace:
     """Bound the expert load of a Hugging Face Mixture-of-Experts model at inference.
 
@@ -64,6 +65,8 @@ def attach(
             batch or the sequence packed into it: beams of one prompt, say.
         token_decode: likewise, True for a token of a sequence that has reached generation. Else
             `generate` tells, and outside it whatever comes behind cached tokens counts as such.
+        token_modality: likewise, 0 for a token of text, 1 of an image, 2 of a video, 3 of a sound,
+            where a forward is given embeddings alone; else its ids or types tell.
 
     Returns:
         The handle: policy, statistics, `detach`; a context manager.
@@ -74,7 +77,7 @@ def attach(
             model; the model is untouched then.
     """
     check_model(model)
-    labels = UserLabels(token_source, token_valid, token_request, token_decode)
+    labels = UserLabels(token_source, token_valid, token_request, token_decode, token_modality)
     found_layers = find_layers(model)
     parallel = any(spread_over_ranks(modules.experts) for modules in found_layers)
     if parallel:

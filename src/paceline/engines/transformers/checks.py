@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.engines.transformers.arguments import modality_tokens, parameter_names
+from paceline.engines.facts import facts_for
+from paceline.engines.transformers.arguments import parameter_names
 from paceline.engines.transformers.forwards import free, stands_in
 from paceline.engines.transformers.labels import UserLabels
 from paceline.engines.transformers.layer import AttachedLayer
+from paceline.engines.transformers.modality import modality_tokens
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing.route import check_binding
@@ -51,12 +53,13 @@ def check_layer(layer: AttachedLayer, policy: CapacityPolicy, labels: UserLabels
         return
     placement = layer.placement or ExpertPlacement.per_expert(layer.num_experts)
     check_binding(policy, placement, layer.k)
-    if policy.keep == "score" and layer.scoring.rule is None:
+    facts = facts_for(policy)
+    if facts.scores and policy.keep == "score" and layer.scoring.rule is None:
         raise ValueError(
             f'keep="score" is not possible for layer {layer.name}: {layer.scoring.reason}; allowed '
             'is keep="weight", "first", "last" or "random".'
         )
-    if policy.expand is not None and not layer.scoring.expands:
+    if facts.all_scores and not layer.scoring.expands:
         raise ValueError(
             f"expand={policy.expand!r} is not possible for layer {layer.name}: "
             f"{layer.scoring.reason}."

@@ -14,19 +14,18 @@ from torch import Tensor, nn
 
 from paceline.engines.facts import Facts
 from paceline.engines.transformers.arguments import (
-    MODALITY_OF_TYPE,
     cache_of,
     cached_tokens,
     is_padding_mask,
-    modality_tokens,
     positions_of,
+    real_rows,
     tokens_of,
 )
 from paceline.engines.transformers.generation import Generation
 from paceline.engines.transformers.labels import NO_LABELS, UserLabels
+from paceline.engines.transformers.modality import modality_of, told_apart, tower_modality
 
 _T = TypeVar("_T")
-_TOKEN_TYPES = ("mm_token_type_ids", "moe_mm_token_type_ids")
 
 
 def _once(method: Callable[[ForwardContext], _T]) -> _T:
@@ -75,6 +74,7 @@ class ForwardContext:
         self.arguments, self._config, self._labels = arguments, config, labels
         self._generation, self._counts_past = generation, counts_past
         self._known: dict[str, Any] = {}
+        self._around: dict[str, Any] = {}
         self.inner_calls: dict[int, int] = {}
         self.step: Tensor | int = 0
         self.rules: tuple[Any, ...] = ()
@@ -95,6 +95,7 @@ class ForwardContext:
         config = self._config if config is None else config
         inner = ForwardContext(arguments, config, self._labels, self._generation, self._counts_past)
         inner.step, inner.rules, inner.watchers = self.step, self.rules, self.watchers
+        inner._around = self.arguments
         return inner
 
     # -- what is said of the tokens ---------------------------------------------------------------
@@ -169,30 +170,12 @@ class ForwardContext:
     def _unpadded(self) -> Tensor | None:
         """[rows] bool, False for padding, as the forward's arguments say; None: no padding."""
         assert self.shape is not None
-        mask = self.arguments.get("attention_mask")
         if self._ends is not None:
             return torch.arange(self.shape[1], device=self.device) < self._ends[-1]
-        if isinstance(mask, dict):
+        mask = self.arguments.get("attention_mask")
+        if isinstance(mask, dict):  # by kind of attention
             mask = mask.get("full_attention", next(iter(mask.values()), None))
-        if mask is None:
-            return None
-        batch, length = self.shape
-        if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= length:
-            own = mask[:, -1] if length == 1 else mask[:, -length:].reshape(-1)
-            return own != 0
-        if isinstance(mask, Tensor) and mask.dim() == 4:
-            # a token is real where it may attend to itself
-            mask = mask if mask.dtype is torch.bool else mask == 0
-            own = mask[:, 0].diagonal(self.past_length, 1, 2)
-            if own.shape == self.shape:
-                return own.reshape(-1)
-            if own.shape == (1, length):
-                return own.expand(batch, length).reshape(-1)
-        shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(
-            f"attention_mask {shape} can't be read as padding: allowed is [batch, tokens so far] "
-            "or [batch, 1, length, tokens so far]."
-        )
+        return None if mask is None else real_rows(mask, *self.shape, self._past)
 
     @_once
     def past_length(self) -> int:
@@ -277,27 +260,20 @@ class ForwardContext:
         return torch.searchsorted(self._ends, row, right=True)
 
     @_once
-    def modality(self) -> dict[str, Tensor]:
-        """Name -> [rows] bool for image, video and audio; empty where everything is text."""
+    def modality(self) -> dict[str, Tensor] | None:
+        """Name -> [rows] bool for image, video and audio; empty: all is text; None: unknown."""
         if self.shape is None:
             return {}
-        length = self.shape[1]
-        mask: Any = self.arguments.get("attention_mask")
-        so_far = mask.shape[1] if is_padding_mask(mask) else length
-        for name in _TOKEN_TYPES:
-            kinds = self.arguments.get(name)
-            # a prompt's types that decode steps still carry say nothing of the new token
-            if (
-                isinstance(kinds, Tensor)
-                and kinds.dim() == 2
-                and kinds.shape[1] in (length, so_far)
-            ):
-                kinds = kinds[:, -length:].reshape(-1)
-                return {m: kinds == value for m, value in MODALITY_OF_TYPE.items()}
-        ids = self.arguments.get("input_ids")
-        if not isinstance(ids, Tensor):
-            return {}
-        return {m: ids.reshape(-1) == token for m, token in modality_tokens(self._config).items()}
+        said = self._labels.of("modality", *self.shape, self.device)
+        if said is not None:
+            return told_apart(said)
+        decoding = self._generation is not None and self._generation.decoding
+        return modality_of(self.arguments, self._config, decoding)
+
+    @property
+    def tower(self) -> str | None:
+        """The modality that alone is read here: a tower's forward has no tokens of a text."""
+        return tower_modality(self.arguments, self._around)
 
     def source(self, num_devices: int) -> Tensor | None:
         """[rows] int64 device on which each token lives; None: nobody says.
@@ -338,13 +314,20 @@ class ForwardContext:
             "which tokens they are is unknown: allowed is a batch without padding, or no policy."
         )
 
+    def modality_of(self, rows: int, layer: str) -> dict[str, Tensor] | None:
+        """`modality`, of the rows that a layer sees; see `rows_of`."""
+        if self.rows is None and self.tower is not None:
+            return {self.tower: torch.ones(rows, dtype=torch.bool, device=self.device)}
+        found = self.modality
+        return found and {m: self.rows_of(t, rows, layer) for m, t in found.items()}
+
     def _subset(self, rows: int, layer: str) -> Tensor | None:
         """[rows] indices into the batch of a layer that sees only text, or only other, tokens.
 
         None where no such subset has that many rows.
         """
         if not self.modality:
-            return None
+            return None  # all is text, or nobody knows
         other = torch.stack(list(self.modality.values())).any(0)
         named_other = any(word in layer for word in ("vision", "image", "visual"))
         for members in (other, ~other) if named_other else (~other, other):

@@ -87,7 +87,8 @@ class ParallelLayer(AttachedLayer):
         """What a policy means for this layer, on this rank."""
         who = decides(policy, self.parallel)
         ranks = self.parallel.link.size if who == "a rank, for a share" else 1
-        return layer_rule(policy, self.k, self.num_experts, ranks, who == "all ranks together")
+        together = who == "all ranks together"
+        return layer_rule(policy, self.k, self.num_experts, self.placement, ranks, together)
 
     def _route(self, inputs: RoutingInputs, policy: CapacityPolicy) -> Assignment:
         return decide(inputs, policy, self.parallel)
@@ -271,7 +272,8 @@ def rows_of(assignment: Assignment, rows: slice, inputs: RoutingInputs) -> Assig
         budget=Budget(inputs, common.policy, common.placement),
         bounded_ids=assignment.bounded_ids[rows],
     )
-    own.capacity = assignment.capacity  # of all ranks, not of these rows
+    # of all ranks, not of these rows
+    own.capacity, own.narrowed = assignment.capacity, assignment.narrowed
     return own
 
 

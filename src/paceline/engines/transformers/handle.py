@@ -20,6 +20,7 @@ from paceline.engines.transformers.config import load_policy
 from paceline.engines.transformers.context import ForwardContext
 from paceline.engines.transformers.layer import AttachedLayer, ReplacedExperts
 from paceline.engines.transformers.running import Running, Watcher
+from paceline.numbers import check_count
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing.stats import LayerStats
@@ -255,10 +256,13 @@ class Pace:
         ]
         if not capped or any(layer.capped_forwards for layer in capped):
             return False
+        load = f"an expert {capped[0].min_expert_load:g} tokens on average (min_expert_load)"
+        too_many = all(policy.factor is None for policy in self.policies)
+        why = f"none gave {load}, or all of them only decoded"
+        if too_many:
+            why = f"all gave {load}, or had too few to want more experts than max_active"
         warnings.warn(
-            f'the cap of "{stats.policy}" never applied in {capped[0].forwards} forwards: none gave'
-            f" an expert {capped[0].min_expert_load:g} tokens on average (min_expert_load), or all "
-            "of them only decoded.",
+            f'the cap of "{stats.policy}" never applied in {capped[0].forwards} forwards: {why}.',
             CapNeverAppliedWarning,
             stacklevel=3,
         )
@@ -269,6 +273,10 @@ class Pace:
         with torch.inference_mode(False):
             for layer in self._layers:
                 layer.loads.reset()
+
+    def number_forwards_from(self, number: int) -> None:
+        """Number the next forward; keep="random" draws by it, so that a run can be repeated."""
+        self._running.start_at(check_count("number", number, 0))
 
     # -- the way back -----------------------------------------------------------------------------
 

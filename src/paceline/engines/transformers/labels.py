@@ -25,15 +25,17 @@ class UserLabels:
         valid: bool, False for a row that is no token.
         request: any integer label of the request that a token belongs to.
         decode: bool, True for a token that is being generated (not prompt).
+        modality: 0 for text, 1 image, 2 video, 3 audio, as Transformers' mm_token_type_ids.
     """
 
     source: TokenSource = None
     valid: TokenLabels = None
     request: TokenLabels = None
     decode: TokenLabels = None
+    modality: TokenLabels = None
 
     def __post_init__(self) -> None:
-        for name in ("source", "valid", "request", "decode"):
+        for name in ("source", "valid", "request", "decode", "modality"):
             given: Any = getattr(self, name)
             if given is None or isinstance(given, Tensor) or callable(given):
                 continue

@@ -123,7 +123,7 @@ class AttachedLayer:
 
     def rule(self, policy: CapacityPolicy) -> LayerRule:
         """What a policy means for this layer."""
-        return layer_rule(policy, self.k, self.num_experts)
+        return layer_rule(policy, self.k, self.num_experts, self.placement)
 
     # -- taking the place of experts.forward ------------------------------------------------------
 
@@ -299,15 +299,22 @@ class AttachedLayer:
             return context.rows_of(per_token, rows, self.name)
 
         scores = source = position = None
-        # not every policy ranks by scores, but all are told what share of them they kept
-        if self.scoring.rule is not None and (policy.caps or facts.scores):
+        # not every policy ranks by scores, but all with a factor are told what share they kept
+        capped = policy.caps and policy.capacity_factor is not None
+        if self.scoring.rule is not None and (capped or facts.scores):
             if router is None:
                 raise RuntimeError(f"layer {self.name}: its experts ran before its router.")
             scores = self.scoring(*router, rows)
         if facts.source:
             devices = self.num_experts if self.placement is None else self.placement.num_devices
             source = told(context.source(devices))
-        modality = {m: told(t) for m, t in context.modality.items()} if facts.modality else {}
+        modality = context.modality_of(rows, self.name) if facts.modality else {}
+        if modality is None and policy.drop_first and policy.mode == "enforce":
+            raise RuntimeError(
+                f"layer {self.name}: which tokens are of an image is unknown in a forward on "
+                f'embeddings alone, which "{policy}" needs: give the forward input_ids or '
+                "mm_token_type_ids, or attach token_modality."
+            )
         if facts.position:
             position = told(context.position)
         norms = None

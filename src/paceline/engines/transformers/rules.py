@@ -8,7 +8,9 @@ from functools import lru_cache
 
 from paceline.engines.facts import Facts, facts_for
 from paceline.engines.transformers.context import ForwardContext
+from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
+from paceline.routing.active import rows_spared
 from paceline.routing.capacity import tokens_needed
 
 
@@ -21,7 +23,8 @@ class LayerRule:
         facts: that it asks for.
         min_expert_load: mean tokens an expert below which nothing is capped, as far as this process
             sees tokens, on an accelerator and on a CPU.
-        few: rows of this layer below which nothing is capped, likewise.
+        few: rows of this layer below which no capacity applies, likewise.
+        spared: rows up to which max_active can't bind either.
         together: whether other ranks decide with this one, so that it can't stay out alone.
         routes: whether the policy can drop anything, or count what would be dropped.
     """
@@ -30,6 +33,7 @@ class LayerRule:
     facts: Facts
     min_expert_load: tuple[float, float]
     few: tuple[int, int]
+    spared: int
     together: bool
     routes: bool
 
@@ -40,12 +44,20 @@ class LayerRule:
         if self.together:
             return False
         if rows < self.few[on_cpu]:
-            return True
+            return rows <= self.spared
+        if self.policy.capacity_factor is None:
+            # rows that may be padding may still be few tokens
+            return context is not None and context.valid is None
         return self.policy.phase == "prefill" and context is not None and context.is_decode
 
 
 def layer_rule(
-    policy: CapacityPolicy, k: int, num_experts: int, ranks: int = 1, together: bool = False
+    policy: CapacityPolicy,
+    k: int,
+    num_experts: int,
+    placement: ExpertPlacement | None = None,
+    ranks: int = 1,
+    together: bool = False,
 ) -> LayerRule:
     """The rule of a layer.
 
@@ -53,6 +65,7 @@ def layer_rule(
         policy: in force.
         k: experts a token.
         num_experts: of the layer.
+        placement: of the experts; None: every expert is a device of its own.
         ranks: over which an expert's tokens are spread, about as many from each.
         together: whether other ranks decide with this one.
     """
@@ -60,7 +73,8 @@ def layer_rule(
     elsewhere, on_cpu = (load_of_a_rank(load, ranks) for load in loads)
     few = (tokens_needed(elsewhere, k, num_experts), tokens_needed(on_cpu, k, num_experts))
     facts = facts_for(policy)
-    return LayerRule(policy, facts, (elsewhere, on_cpu), few, together, policy.caps)
+    spared = rows_spared(policy.max_active, placement, k)
+    return LayerRule(policy, facts, (elsewhere, on_cpu), few, spared, together, policy.caps)
 
 
 @lru_cache(maxsize=64)

@@ -23,6 +23,7 @@ from paceline.engines.transformers.context import ForwardContext
 from paceline.engines.transformers.forwards import StandIn, Switch, named_arguments, stand_in
 from paceline.engines.transformers.generation import Generation, GenerationWatch
 from paceline.engines.transformers.labels import UserLabels
+from paceline.engines.transformers.modality import MODALITY_OF_TYPE
 from paceline.engines.transformers.nested import arguments_inside
 from paceline.engines.transformers.rules import LayerRule
 from paceline.routing import Assignment, RoutingInputs
@@ -198,6 +199,11 @@ class Running:
                 self._warn_of_cache(arguments)
         return context
 
+    def start_at(self, step: int) -> None:
+        """The next forward gets this number."""
+        with self._lock, torch.inference_mode(False):
+            self.step.fill_(step - 1)
+
     def _next_step(self) -> Tensor:
         if torch.compiler.is_compiling():
             return self.step.add_(1).clone()
@@ -247,9 +253,15 @@ class Running:
         rules = self.rules if outer is None else outer.rules
         rule: LayerRule = rules[index]
         facts = rule.facts
-        said = {"source": labels.source, "request": labels.request, "decode": labels.decode}
+        tower = None if outer is None else outer.tower
+        said = {
+            "source": labels.source,
+            "request": labels.request,
+            "decode": tower or labels.decode,  # what a tower reads is never generated
+            "modality": tower or labels.modality,
+            "position": None,
+        }
         missing = [n for n, given in said.items() if getattr(facts, n) and given is None]
-        missing += [name for name in ("position", "modality") if getattr(facts, name)]
         outside = outer is None or outer.is_masked
         if labels.valid is None and outside:
             missing.insert(0, "valid")
@@ -258,10 +270,11 @@ class Running:
             raise RuntimeError(
                 f"layer {layer} ran outside a forward of the attached model that tells its tokens, "
                 f"so their {names.get(missing[0], missing[0])} is unknown, which "
-                f'"{rule.policy}" needs: say it with token_valid, token_request, token_source or '
-                "token_decode of attach."
+                f'"{rule.policy}" needs: say it with token_valid, token_request, token_source, '
+                "token_decode or token_modality of attach."
             )
-        if labels.valid is None and not self._warned_of_unknown:
+        all_real = tower is not None and not outside
+        if labels.valid is None and not all_real and not self._warned_of_unknown:
             self._warned_of_unknown = True
             warnings.warn(
                 f"layer {layer} ran outside a forward of the attached model that tells its tokens: "
@@ -271,7 +284,10 @@ class Running:
                 stacklevel=4,
             )
         ids = torch.empty((1, rows), dtype=torch.int64, device=device)
-        context = ForwardContext({"input_ids": ids}, None, labels, counts_past=False)
+        arguments = {"input_ids": ids}
+        if tower is not None:
+            arguments["mm_token_type_ids"] = torch.full_like(ids, MODALITY_OF_TYPE[tower])
+        context = ForwardContext(arguments, None, labels, counts_past=False)
         context.rules = rules
         context.watchers = self.watchers if outer is None else outer.watchers
         return context

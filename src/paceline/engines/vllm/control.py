@@ -1,4 +1,4 @@
-"""The policy of a running server over HTTP: GET, POST and DELETE of /paceline/policy.
+"""A running server over HTTP: its policy at /paceline/policy, its trace at /paceline/record.
 
 An ASGI middleware, given to vLLM as `--middleware paceline.engines.vllm.control.PolicyControl`. It
 runs outside vLLM's own check of the API key, so it checks the key itself.
@@ -13,7 +13,8 @@ import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeAlias
 
-PATH = "/paceline/policy"
+PATH, RECORD_PATH = "/paceline/policy", "/paceline/record"
+METHODS = {PATH: ("GET", "POST", "DELETE"), RECORD_PATH: ("GET", "DELETE")}
 MAX_BODY = 1 << 16  # bytes
 
 Scope: TypeAlias = MutableMapping[str, Any]
@@ -32,7 +33,7 @@ class Refused(Exception):
 
 
 class PolicyControl:
-    """Answers for `PATH`, and passes everything else on.
+    """Answers for the paths of `METHODS`, and passes everything else on.
 
     Args:
         app: what it stands before.
@@ -44,11 +45,11 @@ class PolicyControl:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "").removeprefix(scope.get("root_path", "")).rstrip("/")
-        if scope["type"] != "http" or path != PATH:
+        if scope["type"] != "http" or path not in METHODS:
             await self._app(scope, receive, send)
             return
         try:
-            status, answer = 200, await self._answer(scope, receive)
+            status, answer = 200, await self._answer(path, scope, receive)
         except Refused as refused:
             status, answer = refused.status, {"error": str(refused)}
         body = json.dumps(answer).encode()
@@ -57,17 +58,22 @@ class PolicyControl:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    async def _answer(self, scope: Scope, receive: Receive) -> dict[str, Any]:
+    async def _answer(self, path: str, scope: Scope, receive: Receive) -> dict[str, Any]:
         state = scope["app"].state
         if not authorized(scope, api_keys(getattr(state, "args", None))):
             raise Refused(401, "Unauthorized")
         method = scope["method"]
-        if method not in ("GET", "POST", "DELETE"):
-            raise Refused(405, f"{method} is not allowed: it is GET, POST or DELETE.")
+        if method not in METHODS[path]:
+            *others, last = METHODS[path]
+            allowed = f"{', '.join(others)} or {last}"
+            raise Refused(405, f"{method} is not allowed: it is {allowed}.")
         client = getattr(state, "engine_client", None)
         if client is None:
             raise Refused(503, "The engine isn't ready yet.")
         workers = expected_workers(getattr(state, "vllm_config", None))
+        if path == RECORD_PATH:
+            call = "paceline_recorded" if method == "GET" else "paceline_stop_recording"
+            return recordings(await _all(client, call, workers))
         if method == "GET":
             return summary(await _all(client, "paceline_describe", workers))
         text = None if method == "DELETE" else wanted_policy(await _body(receive))
@@ -112,6 +118,21 @@ def summary(workers: list[dict[str, Any]]) -> dict[str, Any]:
         "agree": len({json.dumps([w["off"], w["policy"], w["policies"]]) for w in workers}) == 1,
         "workers": workers,
     }
+
+
+def recordings(workers: list[dict[str, Any] | None]) -> dict[str, Any]:
+    """The traces that the workers record.
+
+    Raises:
+        Refused: 404 if none records one, 500 if one couldn't be finished.
+    """
+    traces = [worker for worker in workers if worker is not None]
+    if not traces:
+        raise Refused(404, "Nothing is recorded: start the server with --record FOLDER.")
+    for trace in traces:
+        if "error" in trace:
+            raise Refused(500, f"The trace is cut off: {trace['error']}")
+    return {"traces": traces}
 
 
 def wanted_policy(body: bytes) -> str:

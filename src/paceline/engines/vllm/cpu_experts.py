@@ -44,12 +44,15 @@ def fused_experts(
         local = expert_map[ids.clamp(min=0)].to(ids.dtype)
         ids = torch.where(ids < 0, ids, local)
     kept = ids.numpy() >= 0
-    slots = kept.any(0)
-    if slots.any() and not slots.all():  # places for extras that nobody took
-        used = int(slots.nonzero()[0][-1]) + 1
-        if used < ids.shape[1]:
-            ids, weights, kept = ids[:, :used], weights[:, :used], kept[:, :used]
-    if kept.all():
+    whole = kept.all()
+    if not whole:
+        slots = kept.any(0)
+        if slots.any() and not slots.all():  # places for extras that nobody took
+            used = int(slots.nonzero()[0][-1]) + 1
+            if used < ids.shape[1]:
+                ids, weights, kept = ids[:, :used], weights[:, :used], kept[:, :used]
+                whole = kept.all()
+    if whole:
         _kernel(output, hidden, w13, w2, w13_bias, w2_bias, weights, ids,
                 activation, isa, weighs_inputs)  # fmt: skip
         return
@@ -95,5 +98,6 @@ def _buffer(name: str, shape: tuple[int, int], like: Tensor) -> Tensor:
     size = shape[0] * shape[1]
     held = _scratch.get((name, like.dtype))
     if held is None or held.numel() < size:
-        held = _scratch[name, like.dtype] = torch.empty(size, dtype=like.dtype)
+        with torch.inference_mode(False):  # so that it can be written to outside of it too
+            held = _scratch[name, like.dtype] = torch.empty(size, dtype=like.dtype)
     return held[:size].view(shape)

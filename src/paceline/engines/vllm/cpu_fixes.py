@@ -18,8 +18,13 @@ def install() -> None:
     for name, method in (("all_gatherv", all_gatherv), ("reduce_scatterv", reduce_scatterv)):
         if getattr(CpuCommunicator, name) is getattr(DeviceCommunicatorBase, name):
             setattr(CpuCommunicator, name, method)
+    search_beside_numba()
+
+
+def search_beside_numba() -> None:
+    """Let vLLM start in a process in which numba has run; it changes nothing else."""
     # It searches the attributes of all objects of all modules when a worker starts, and stumbles
-    # over one of llvmlite's, whose __dict__ is none: of a process in which numba has run.
+    # over one of llvmlite's, whose __dict__ is none.
     dispatcher.vars = _dictionary
 
 

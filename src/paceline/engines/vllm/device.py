@@ -2,7 +2,8 @@
 
 A captured graph replays kernels and no Python, so what may change while a server runs has to lie in
 the device's memory: capacities are looked up in a table by the number of real tokens, which the
-host fills with exact fractions, and a flag says whether dropping is enforced. Never run on CUDA.
+host fills with exact fractions; how many experts max_active lets a device read, and below how many
+tokens; and a flag that says whether dropping is enforced. Never run on CUDA.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from torch import Tensor
 from paceline.engines.facts import facts_for
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
+from paceline.routing.active import Hosts, hosts_of, weight_unit
 from paceline.routing.budget import units_of
 from paceline.routing.capacity import INT64_MAX, capacities, tokens_needed
-from paceline.routing.kernels.plain import first_of_each_group
+from paceline.routing.kernels.plain import experts_read, first_of_each_group
 from paceline.routing.keys import descending_key
 
 KEEPS = ("score", "weight", "first", "last")
-LIVE = ("capacity_factor", "min_expert_load", "mode")
-"""Fields of a policy that a captured graph follows."""
+LIVE = ("capacity_factor", "min_expert_load", "mode", "max_active")
+"""Fields of a policy that a captured graph follows; the last where it started with it."""
 
 
 class DeviceCap:
@@ -38,6 +40,8 @@ class DeviceCap:
 
     Attributes:
         places: [sizes, most_tokens + 1] int64 capacity of a unit of each size, by real tokens.
+        few: 0-d int64: with fewer real tokens max_active rules.
+        readable: [devices with experts] int64: how many experts each may read then.
         enforce: 0-d bool: whether what is over capacity is dropped.
         loads: [2, experts] int64 assignments before and after.
         counts: [3] int64 forwards with tokens, capped ones, tokens.
@@ -63,6 +67,14 @@ class DeviceCap:
         self._size_of = torch.tensor(units.size_of_expert, device=device)
         shape = (len(units.sizes), most_tokens + 1)
         self.places = torch.full(shape, INT64_MAX, dtype=torch.int64, device=device)
+        self._hosts: Hosts | None = None
+        if policy.max_active is not None:
+            self._hosts = hosts_of(placement, policy.max_active)
+            self._own = torch.tensor(self._hosts.experts, device=device)
+            self.readable = torch.tensor(self._hosts.places, device=device)
+            self.few = torch.zeros((), dtype=torch.int64, device=device)
+            self.weight_unit = torch.ones((), dtype=torch.float64, device=device)
+        self._placement = placement
         self.enforce = torch.zeros((), dtype=torch.bool, device=device)
         self.loads = torch.zeros((2, self._experts), dtype=torch.int64, device=device)
         self.counts = torch.zeros(3, dtype=torch.int64, device=device)
@@ -89,7 +101,8 @@ class DeviceCap:
                 raise ValueError(f"{said} is not allowed on an accelerator: a host must tell it.")
         for name in type(policy).model_fields if policy.caps and self._policy.caps else ():
             old, new = getattr(self._policy, name), getattr(policy, name)
-            if name not in LIVE and old != new:
+            live = name in LIVE and (name != "max_active" or self._hosts is not None)
+            if not live and old != new:
                 raise ValueError(
                     f"{name}={new} is not allowed on a running accelerator, where it is {old}: "
                     f"what can change are {', '.join(LIVE)}."
@@ -99,16 +112,40 @@ class DeviceCap:
         """Put a policy in force, captured graphs included; None: nothing is dropped or enforced."""
         self.check(policy)
         self.places.fill_(INT64_MAX)
-        factor = policy.factor if policy is not None and policy.caps else None
-        if policy is not None and factor is not None:
-            tokens = torch.arange(self._most + 1)
+        needed = 0
+        if policy is not None and policy.caps:
             load = Fraction(str(policy.resolved_min_expert_load("cuda"))) * self._share
-            needed = min(tokens_needed(float(load), self._k, self._experts), self._most + 1)
+            needed = tokens_needed(float(load), self._k, self._experts)
+        self._follow_max_active(policy, needed)
+        factor = policy.factor if policy is not None and policy.caps else None
+        if factor is not None:
+            tokens = torch.arange(self._most + 1)
+            needed = min(needed, self._most + 1)
             for row, size in enumerate(self._sizes):
                 ratio = factor * Fraction(self._k * size, self._experts)
                 self.places[row, needed:] = capacities(ratio, tokens)[needed:].to(self.places)
         enforced = policy is not None and policy.mode == "enforce"
         self.enforce.fill_(enforced)
+
+    def _follow_max_active(self, policy: CapacityPolicy | None, needed: int) -> None:
+        if self._hosts is None:
+            return
+        most = policy.max_active if policy is not None and policy.caps else None
+        self.few.fill_(0 if most is None else needed)
+        if most is not None:
+            places = hosts_of(self._placement, most).places
+            self.readable.copy_(torch.tensor(places))
+            self.weight_unit.fill_(weight_unit(needed, self._k))
+
+    def _narrowed(self, safe: Tensor, offered: Tensor, weights: Tensor, tokens: Tensor) -> Tensor:
+        """[tokens, k] bool: assignments whose experts their devices may read."""
+        if self._hosts is None:
+            return offered
+        expert = torch.where(offered, safe, self._experts)
+        read = experts_read(
+            expert, weights, self.weight_unit, self._own, self.readable, 1, self._experts
+        )
+        return offered & (read[0][expert] | (tokens >= self.few))
 
     def __call__(
         self, weights: Tensor, ids: Tensor, scores: Tensor | None, valid: Tensor | None
@@ -130,11 +167,13 @@ class DeviceCap:
             tokens = torch.full((), rows, dtype=torch.int64, device=ids.device)
         safe = torch.where(offered, ids, 0).long()
         by_size = self.places.index_select(1, tokens.clamp(max=self._most).view(1)).view(-1)
-        group = torch.where(offered, self._unit_of[safe], self._units)
+        wanted = self._narrowed(safe, offered, weights, tokens)
+        group = torch.where(wanted, self._unit_of[safe], self._units)
         kept = first_of_each_group(
             group, self._units, by_size[self._size_of[safe]], self._key(weights, scores, ids)
         )
         lost = offered & ~kept
+        kept = kept & wanted
         self._count(safe, offered, kept, tokens, by_size)
         drop = lost & self.enforce
         ids.masked_fill_(drop, -1)
@@ -159,4 +198,6 @@ class DeviceCap:
         for row, counted in enumerate((offered, kept)):
             self.loads[row].scatter_add_(0, safe.flatten(), counted.flatten().long())
         capped = (by_size != INT64_MAX).any() & (tokens > 0)
+        if self._hosts is not None:
+            capped = capped | ((tokens < self.few) & (tokens > 0))
         self.counts.add_(torch.stack([(tokens > 0).long(), capped.long(), tokens]))

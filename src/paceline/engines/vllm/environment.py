@@ -6,14 +6,34 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast, get_args
 
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
+from paceline.traces.record import Recording as Content
 
 POLICY, DEVICES, PLAN = "PACELINE_POLICY", "PACELINE_DEVICES", "PACELINE_PLAN"
+CALIBRATION = "PACELINE_CALIBRATION"
+RECORD, RECORD_CONTENT = "PACELINE_RECORD", "PACELINE_RECORD_CONTENT"
+CONTENTS = get_args(Content)
 ACCEPT_SHARED_BUDGET = "PACELINE_ACCEPT_SHARED_BUDGET"
+OBSERVE = "mode=observe"
+"""The policy that counts loads and does nothing else."""
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 """prometheus_client's: the folder where processes leave their counts."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What to record.
+
+    Attributes:
+        folder: for the trace, to be made; several ranks that record have one each.
+        content: counts, choices or scores.
+    """
+
+    folder: Path
+    content: Content = "counts"
 
 
 @dataclass(frozen=True)
@@ -25,12 +45,16 @@ class Wanted:
         devices: over which the experts are spread in order, None where it isn't said.
         plan: policies and placements, one for all layers or one a layer.
         accept_shared_budget: users who share a batch, and its cache, may affect each other.
+        recording: of what the layers choose.
+        calibration: folder of one, before that of the plan.
     """
 
     policy: CapacityPolicy | None = None
     devices: int | None = None
     plan: Plan | None = None
     accept_shared_budget: bool = False
+    recording: Recording | None = None
+    calibration: Path | None = None
 
     @property
     def policies(self) -> tuple[CapacityPolicy, ...]:
@@ -54,6 +78,9 @@ def wanted(environ: Mapping[str, str] = os.environ) -> Wanted | None:
     8
     """
     policy, plan, devices = (environ.get(name, "").strip() for name in (POLICY, PLAN, DEVICES))
+    recording, calibration = _recording(environ), environ.get(CALIBRATION, "").strip()
+    if not policy and not plan and recording is not None:
+        policy = OBSERVE
     if not policy and not plan:
         if devices:
             raise ValueError(f"{DEVICES}={devices} says nothing without {POLICY} or {PLAN}.")
@@ -66,12 +93,25 @@ def wanted(environ: Mapping[str, str] = os.environ) -> Wanted | None:
         devices=_devices(devices) if devices else None,
         plan=Plan.load(Path(plan)) if plan else None,
         accept_shared_budget=accept == "1",
+        recording=recording,
+        calibration=Path(calibration).absolute() if calibration else None,
     )
     if not read.policies:
         raise ValueError(f"{PLAN}={plan} names no policy: name one there, or set {POLICY}.")
     if read.plan is not None and read.plan.placements and read.devices is not None:
         raise ValueError(f"{DEVICES}={devices} and the placements of {plan}: give one of them.")
     return read
+
+
+def _recording(environ: Mapping[str, str]) -> Recording | None:
+    folder, content = (environ.get(name, "").strip() for name in (RECORD, RECORD_CONTENT))
+    if content and content not in CONTENTS:
+        raise ValueError(f"{RECORD_CONTENT}={content} is not allowed: {', '.join(CONTENTS)}.")
+    if not folder:
+        if content:
+            raise ValueError(f"{RECORD_CONTENT}={content} says nothing without {RECORD}.")
+        return None
+    return Recording(Path(folder).absolute(), cast(Content, content or "counts"))
 
 
 def _devices(text: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm.platforms import current_platform
 
-from paceline.engines.vllm import cpu_fixes, seam, worker
+from paceline.engines.vllm import cpu_fixes, seam, stand_ins, worker
 
 _done: list[bool] = []
 
@@ -18,4 +18,5 @@ def install() -> bool:
     worker.install()
     if current_platform.is_cpu():
         cpu_fixes.install()
+        stand_ins.keep_fingerprints()
     return True

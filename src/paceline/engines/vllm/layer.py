@@ -6,25 +6,31 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.engines.facts import facts_for
+from paceline.engines.facts import Facts, facts_for
 from paceline.engines.sharing import shares_budget, warn_of_sharing
 from paceline.engines.vllm import scores
 from paceline.engines.vllm.device import DeviceCap
 from paceline.engines.vllm.operators import widened
 from paceline.engines.vllm.policies import check_policy, never_binding
+from paceline.engines.vllm.savings import Experts
+from paceline.engines.vllm.stand_ins import StandIns
 from paceline.engines.vllm.tokens import Batch, current_batch, padding_of_forward
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import Assignment, RoutingInputs, route
+from paceline.routing.active import rows_spared
 from paceline.routing.capacity import tokens_needed
 from paceline.routing.priority import token_priorities
 from paceline.routing.stats import LayerStats, LoadAccumulator
 
 DROPPED = -1
 """The id of a dropped slot."""
+
+OBSERVE = CapacityPolicy(mode="observe")
 
 Watcher = Callable[["CappedLayer", RoutingInputs, Assignment], None]
 
@@ -60,6 +66,12 @@ class CappedLayer:
         num_experts: as the kernel sees them.
         ranks: where this worker stands.
         prompt_lengths: gives [requests] int64 prompt tokens of the running forward's requests.
+        experts: where dropped rows may be computed if that is quicker than leaving them out; None:
+            they are always left out.
+
+    Attributes:
+        stand_ins: what dropped assignments leave, None without a calibration.
+        dropped_computed: assignments that were dropped, and computed all the same with weight 0.
     """
 
     def __init__(
@@ -72,7 +84,10 @@ class CappedLayer:
         num_experts: int,
         ranks: Ranks,
         prompt_lengths: Callable[[int], Tensor],
+        experts: Experts | None = None,
     ) -> None:
+        self.experts, self.dropped_computed = experts, 0
+        self.stand_ins: StandIns | None = None
         self.name, self.index, self.k, self.num_experts = name, index, k, num_experts
         self.placement, self.ranks = placement, ranks
         self._router, self._prompt_lengths = router, prompt_lengths
@@ -83,12 +98,12 @@ class CappedLayer:
         self.units = placement or ExpertPlacement.per_expert(num_experts)
         self.loads = LoadAccumulator(name, self.units, k, "cpu")
         self.on_device: DeviceCap | None = None  # set where the layer runs on an accelerator
-        self.watchers: list[Watcher] = []
+        self.watchers: list[tuple[Watcher, Facts]] = []
         self.policy: CapacityPolicy | None = None
         self.slots = 0
         self.warns = False  # whether this layer says that requests share a budget
         self._step = 0
-        self._tokens_needed = 0
+        self._tokens_needed = self._spared = 0
         self._never_binds: Callable[[int], bool] = lambda tokens: True
 
     # -- policy -----------------------------------------------------------------------------------
@@ -114,6 +129,7 @@ class CappedLayer:
             return
         load = self.loads.min_expert_load = policy.resolved_min_expert_load("cpu")
         self._tokens_needed = tokens_needed(load, self.k, self.num_experts)
+        self._spared = rows_spared(policy.max_active, self.units, self.k)
         self._routed = policy
         if policy.pool == "source":
             # the whole forward was judged on the host, and only one source has tokens here
@@ -145,10 +161,18 @@ class CappedLayer:
             return
         kept = assignment.kept
         lost = ~kept & self._offered(ids, weights, batch.valid)
+        chosen_weights = weights.clone() if self.policy.renormalize else weights
         if self.policy.renormalize:
             weights.copy_(torch.where(kept, assignment.topk_weights, weights))
-        ids.masked_fill_(lost, DROPPED)
+        if self.policy.compensate and self.stand_ins is not None:
+            self.stand_ins.expect(ids, chosen_weights, lost)
         weights.masked_fill_(lost, 0)
+        if self.experts is not None:
+            dropped = int(np.count_nonzero(lost.numpy()))
+            if not self.experts.skipping_pays(dropped, batch.tokens * self.k):
+                self.dropped_computed += dropped if self.ranks.counts else 0
+                return
+        ids.masked_fill_(lost, DROPPED)
 
     def _cap_on_device(self, cap: DeviceCap, weights: Tensor, ids: Tensor, logits: Tensor) -> None:
         """The same in a captured graph, where no Python decides."""
@@ -187,6 +211,7 @@ class CappedLayer:
     def reset_stats(self) -> None:
         """Forget what was counted: a warm-up is nobody's tokens."""
         self.loads.reset()
+        self.dropped_computed = 0
         if self.on_device is not None:
             self.on_device.loads.zero_()
             self.on_device.counts.zero_()
@@ -223,19 +248,25 @@ class CappedLayer:
         policy = self.policy
         if policy is None:
             return None
-        if not policy.caps or self._idle(batch):
+        idle = not policy.caps or self._idle(batch)
+        if idle:
             if self.ranks.counts:
                 # a copy: vLLM may use the memory again
                 self.loads.observe(self._assigned(ids, weights).clone(), batch.valid)
+            if self.watchers:
+                self._watched(self._inputs(batch, weights, ids, logits), OBSERVE)
             return None
         if self.warns and shares_budget(policy) and batch.requests > 1:
             self.warns = False
             warn_of_sharing(policy, batch.requests)
-        inputs = self._inputs(batch, weights, ids, logits)
-        assignment = route(inputs, self._routed, self.units)
+        assignment = self._watched(self._inputs(batch, weights, ids, logits), self._routed)
         if self.ranks.counts:
             self.loads.add(assignment)
-        for watcher in self.watchers:
+        return assignment
+
+    def _watched(self, inputs: RoutingInputs, policy: CapacityPolicy) -> Assignment:
+        assignment = route(inputs, policy, self.units)
+        for watcher, _ in list(self.watchers):
             watcher(self, inputs, assignment)
         return assignment
 
@@ -244,11 +275,14 @@ class CappedLayer:
         policy = self.policy
         assert policy is not None
         tokens = batch.everywhere if policy.pool == "source" else batch.tokens
-        return tokens < self._tokens_needed or self._never_binds(batch.tokens)
+        if tokens < self._tokens_needed:
+            return tokens <= self._spared
+        return self._never_binds(batch.tokens)
 
     def _inputs(self, batch: Batch, weights: Tensor, ids: Tensor, logits: Tensor) -> RoutingInputs:
-        policy = self._routed
-        facts = facts_for(policy)
+        policy = self.policy if self.policy is None or not self.policy.caps else self._routed
+        assert policy is not None
+        facts = Facts.union(facts_for(policy), *(asked for _, asked in self.watchers))
         given: dict[str, Any] = {}
         if facts.scores and self.scoring is not None:
             scored = scores.RULES[self.scoring](logits)
@@ -263,7 +297,7 @@ class CappedLayer:
             given["token_decode"] = batch.decode(self._prompt_lengths(batch.requests))
         if facts.position:
             given["token_priority"] = token_priorities(policy, position=batch.position)
-        if facts.source:
+        if facts.source and self.ranks.data_ranks > 1:
             source = torch.full((batch.rows,), self.ranks.expert_rank, dtype=torch.int64)
             given["token_source"] = source
         if facts.step:

@@ -35,10 +35,21 @@ def families() -> dict[str, Any]:
             ("layer", "rank", "stage"),
         )
         counter("dropped", "Assignments dropped; in shadow, that would be.", ("layer", "rank"))
+        counter(
+            "dropped_computed",
+            "Dropped assignments that were computed with weight 0: leaving them out takes longer.",
+            ("layer", "rank"),
+        )
         counter("capped_forwards", "Forwards in which a capacity was set.")
         gauge(
             "device_peak_to_mean",
             "Rows of the busiest device over the mean, mean over layers and forwards.",
+            "livemax",
+            ("stage",),
+        )
+        gauge(
+            "active_experts",
+            "Experts with any row on the device with the most, mean over layers and forwards.",
             "livemax",
             ("stage",),
         )
@@ -57,6 +68,7 @@ class Publisher:
     def __init__(self, model: CappedModel) -> None:
         self._model = model
         self._last: dict[str, LayerStats] = {}
+        self._computed: dict[str, int] = {}
         self._capped = 0
         self._policy = ""
         self._stop = threading.Event()
@@ -88,6 +100,10 @@ class Publisher:
             several = ranks.data_ranks > 1
             mine = range(ranks.expert_ranks) if several else [ranks.expert_rank]
             rows = {rank: layer.units.experts_of(rank) for rank in mine}
+        computed = layer.dropped_computed
+        self._add("dropped_computed", computed - self._computed.get(layer.name, 0), layer.name,
+                  str(ranks.expert_rank))  # fmt: skip
+        self._computed[layer.name] = computed
         extras = stats.extras - (last.extras if last else 0)
         for rank, experts in rows.items():
             asked = _sum(stats.expert_loads_before, experts)
@@ -111,11 +127,15 @@ class Publisher:
             self._capped = capped
         if not any(layer.tokens for layer in stats):
             return self._publish_policy()
-        gauge, count = families()["device_peak_to_mean"], len(stats)
-        before = sum(layer.device_peak_to_mean_before for layer in stats) / count
-        after = sum(layer.device_peak_to_mean_after for layer in stats) / count
-        gauge.labels("before").set(before)
-        gauge.labels("after").set(after)
+        count = len(stats)
+        for name, figures in (
+            ("device_peak_to_mean", [(s.device_peak_to_mean_before, s.device_peak_to_mean_after)
+                                     for s in stats]),
+            ("active_experts", [(s.most_active_experts_before, s.most_active_experts_after)
+                                for s in stats]),
+        ):  # fmt: skip
+            for stage, values in zip(("before", "after"), zip(*figures, strict=True), strict=True):
+                families()[name].labels(stage).set(sum(values) / count)
         families()["gate_mass_kept"].set(sum(layer.gate_mass_kept for layer in stats) / count)
         self._publish_policy()
 

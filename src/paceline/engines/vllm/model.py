@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -12,18 +12,21 @@ import torch
 from torch import Tensor
 from vllm.platforms import current_platform
 
-from paceline.engines.settings import read_placement
+from paceline.engines.facts import NO_FACTS, Facts
 from paceline.engines.vllm.checks import check_settings, moe_layers
 from paceline.engines.vllm.device import DeviceCap
-from paceline.engines.vllm.environment import DEVICES, Wanted
+from paceline.engines.vllm.environment import CALIBRATION, Wanted
 from paceline.engines.vllm.layer import CappedLayer, Ranks, Watcher
-from paceline.placement import ExpertPlacement
+from paceline.engines.vllm.runner import experts_of, placement_for, slots_for
+from paceline.engines.vllm.stand_ins import calibration_folder, stand_ins_of
 from paceline.policy import CapacityPolicy
 from paceline.routing import RoutingInputs, route
-from paceline.routing.budget import Budget
 from paceline.routing.stats import LayerStats
 
 logger = logging.getLogger("vllm.paceline")
+
+MUCH = 0.15
+"""More than this has to be dropped to save time: worth a warning."""
 
 
 class CappedModel:
@@ -56,16 +59,21 @@ class CappedModel:
                 replicates=True,
             )
         self.layers = [self._layer(runner, index, rank) for index, runner in enumerate(runners)]
+        self._take_stand_ins(runners)
         self.layers[0].warns = not self.accepted and rank == 0
         self.rank = rank
         self.set_policies(self._at_start())
         for runner, layer in zip(runners, self.layers, strict=True):
             runner.router.paceline_layer = layer
+            if current_platform.is_cpu():
+                kernel = runner.routed_experts.quant_method.moe_kernel.fused_experts
+                kernel.paceline_layer, kernel.paceline_name = layer, runner.layer_name
         self._warm_up()
         logger.info(
             "paceline caps %d MoE layers of this worker with %s, on %d devices",
             len(self.layers), self.layers[0].policy, self.layers[0].units.num_devices,
         )  # fmt: skip
+        self._tell_what_is_saved()
 
     # -- policies ---------------------------------------------------------------------------------
 
@@ -148,10 +156,25 @@ class CappedModel:
         texts = ["off" if p is None else str(p) for p in (la.policy for la in self.layers)]
         return texts[0] if len(set(texts)) == 1 else "; ".join(texts)
 
-    def watch(self, watcher: Watcher) -> None:
-        """Have `watcher(layer, inputs, assignment)` called on every routed forward."""
+    def watch(self, watcher: Watcher, facts: Facts = NO_FACTS) -> Callable[[], None]:
+        """Have `watcher(layer, inputs, assignment)` called on every forward with tokens.
+
+        Args:
+            watcher: while a policy is in force, be it observe.
+            facts: that its inputs are to have beside those the policy asks for.
+
+        Returns:
+            What ends it.
+        """
+        entry = (watcher, facts)
         for layer in self.layers:
-            layer.watchers.append(watcher)
+            layer.watchers.append(entry)
+
+        def undo() -> None:
+            for layer in self.layers:
+                layer.watchers.remove(entry)
+
+        return undo
 
     def describe(self) -> dict[str, Any]:
         """What is in force and what it did, ready for JSON."""
@@ -174,6 +197,7 @@ class CappedModel:
             "capped_forwards": max(layer.capped_forwards for layer in stats),
             "assignments": sum(layer.assignments for layer in stats),
             "dropped": sum(layer.dropped for layer in stats),
+            "dropped_computed": sum(layer.dropped_computed for layer in self.layers),
             "enforced": one is not None and one.mode == "enforce",
             "by_layer": [
                 {
@@ -186,6 +210,19 @@ class CappedModel:
                 for layer in stats
             ],
         }
+
+    def _tell_what_is_saved(self) -> None:
+        """Once, where a cap may save nothing but costs quality all the same."""
+        known = [layer.experts for layer in self.layers if layer.experts is not None]
+        small = max(known, key=lambda experts: experts.share_that_pays, default=None)
+        if small is not None and small.share_that_pays > MUCH and self.rank == 0:
+            logger.warning(
+                "paceline: experts of %d x %d are so small that leaving dropped rows out saves "
+                "time on this CPU only where more than %.0f%% are dropped. Below that they are "
+                "computed with weight 0: such a cap saves nothing here and changes what the model "
+                "says; mode=shadow or observe counts without it.",
+                small.hidden, small.width, 100 * small.share_that_pays,
+            )  # fmt: skip
 
     # -- making -----------------------------------------------------------------------------------
 
@@ -208,11 +245,22 @@ class CappedModel:
             num_experts=experts,
             ranks=ranks,
             prompt_lengths=self._prompt_lengths,
+            experts=experts_of(runner),
         )
         layer.slots = runner.router.paceline_slots
         if not current_platform.is_cpu():
             layer.on_device = self._device_cap(layer, index)
         return layer
+
+    def _take_stand_ins(self, runners: list[Any]) -> None:
+        folder = calibration_folder(self._wanted)
+        if folder is None:
+            return
+        if not current_platform.is_cpu():
+            raise ValueError(f"{CALIBRATION} is not allowed on an accelerator: it was never run.")
+        found = stand_ins_of(folder, runners, self._config)
+        for layer, stand_ins in zip(self.layers, found, strict=True):
+            layer.stand_ins = stand_ins
 
     def _device_cap(self, layer: CappedLayer, index: int) -> DeviceCap:
         policies = self._wanted.policies
@@ -225,6 +273,12 @@ class CappedModel:
             self._runner.device,
             Fraction(1, layer.ranks.data_ranks),
         )
+
+    def request_ids(self) -> list[str] | None:
+        """vLLM's names of the running forward's requests, None where it doesn't tell."""
+        batch = getattr(self._runner, "input_batch", None)
+        names = getattr(batch, "req_ids", None)
+        return None if names is None else list(names)
 
     def _prompt_lengths(self, requests: int) -> Tensor:
         batch = getattr(self._runner, "input_batch", None)
@@ -250,47 +304,3 @@ class CappedModel:
                 token_source=label, token_decode=label.bool(),
             )  # fmt: skip
             route(inputs, policy.replace(min_expert_load=0), layer.units)
-
-
-def placement_for(runner: Any, index: int, wanted: Wanted) -> ExpertPlacement | None:
-    """Where the experts of a layer live: on their ranks, else as the user says.
-
-    Raises:
-        ValueError: if the user names another number of devices than there are ranks.
-    """
-    experts, manager = runner.router.global_num_experts, runner.expert_map_manager
-    named: ExpertPlacement | int | None = wanted.devices
-    if named is None and wanted.plan is not None:
-        named = wanted.plan.placement_of(index)
-    given = read_placement(named, experts, runner.layer_name)
-    if manager.ep_size == 1:
-        return given
-    if manager.placement_strategy == "round_robin":
-        real = ExpertPlacement.explicit([e % manager.ep_size for e in range(experts)])
-    else:
-        real = ExpertPlacement.contiguous(experts, manager.ep_size)
-    if given is not None and given != real:
-        raise ValueError(
-            f"{DEVICES} or the plan places {experts} experts on {given.num_devices} devices, "
-            f"expert parallelism on {manager.ep_size} ranks: leave it out."
-        )
-    return real
-
-
-def slots_for(policy: CapacityPolicy, units: ExpertPlacement, k: int) -> int:
-    """Ids a token that a policy may need, 0 where it doesn't expand."""
-    if policy.expand is None or not policy.caps:
-        return 0
-    ids = torch.zeros((1, k), dtype=torch.int64)
-    inputs = RoutingInputs(topk_ids=ids, topk_weights=ids.float(), num_experts=units.num_experts)
-    return Budget(inputs, policy, units).slots
-
-
-def slots_of(runner: Any, wanted: Wanted) -> int:
-    """Ids a token that a layer needs room for, over all policies; 0 where none expands."""
-    slots = 0
-    for index in range(max(1, len(wanted.policies))):
-        placement = placement_for(runner, 0 if wanted.plan is None else index, wanted)
-        units = placement or ExpertPlacement.per_expert(runner.router.global_num_experts)
-        slots = max(slots, slots_for(wanted.policies[index], units, runner.router.top_k))
-    return slots

@@ -18,8 +18,10 @@ LIBRARY = Library("paceline_vllm", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 def _layer_of(name: Any) -> Any:
     """The capped layer of this name in the running model, None where it has none."""
-    runner = get_forward_context().no_compile_layers[_resolve_layer_name(name)]
-    return runner.router.paceline_layer
+    resolved = _resolve_layer_name(name)
+    if not resolved:
+        return None
+    return get_forward_context().no_compile_layers[resolved].router.paceline_layer
 
 
 def _cap(weights: Tensor, ids: Tensor, logits: Tensor, layer: LayerNameType) -> None:
@@ -33,10 +35,7 @@ def _expand(
     weights: Tensor, ids: Tensor, logits: Tensor, layer: LayerNameType, slots: int
 ) -> tuple[Tensor, Tensor]:
     """[tokens, slots] weights and ids: what is kept, and extras in the slots after the first k."""
-    capped = _layer_of(layer)
-    if capped is not None:
-        return capped.expand(weights, ids, logits, slots)  # type: ignore[no-any-return]
-    return widened(weights, slots, 0), widened(ids, slots, -1)
+    return expanded(_layer_of(layer), weights, ids, logits, slots)
 
 
 def _expand_fake(
@@ -59,13 +58,26 @@ def _cpu_experts(
     activation: str,
     isa: str,
     weighs_inputs: bool,
+    layer: LayerNameType,
 ) -> None:
     cpu_experts.fused_experts(output, hidden, w13, w2, w13_bias, w2_bias, weights, ids,
                               expert_map, activation, isa, weighs_inputs)  # fmt: skip
+    capped = _layer_of(layer)
+    if capped is not None and capped.stand_ins is not None:
+        capped.stand_ins.add(output, hidden)
 
 
 def _nothing(*args: Any) -> None:
     """What an operator that only writes to its arguments gives."""
+
+
+def expanded(
+    layer: Any, weights: Tensor, ids: Tensor, logits: Tensor, slots: int
+) -> tuple[Tensor, Tensor]:
+    """[tokens, slots] weights and ids of a layer; None, a draft model's: its own, widened."""
+    if layer is None:
+        return widened(weights, slots, 0), widened(ids, slots, -1)
+    return layer.expand(weights, ids, logits, slots)  # type: ignore[no-any-return]
 
 
 def widened(tensor: Tensor, slots: int, fill: float) -> Tensor:

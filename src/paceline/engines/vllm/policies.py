@@ -12,9 +12,6 @@ from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing.route import check_binding
 
-UNSUPPORTED = ("compensate", "max_active")
-"""Fields of a policy that other engines may know."""
-
 
 def check_policy(layer: Any, policy: CapacityPolicy) -> None:
     """Refuse a policy that a `CappedLayer` can't follow.
@@ -24,11 +21,22 @@ def check_policy(layer: Any, policy: CapacityPolicy) -> None:
     """
     check_binding(policy, layer.units, layer.k)
     facts = facts_for(policy)
-    for field in UNSUPPORTED:
-        if getattr(policy, field, None):
-            raise ValueError(f"{field}={getattr(policy, field)} is not supported in vLLM yet.")
     if policy.keep == "contribution":
         raise ValueError("keep=contribution is not supported in vLLM yet.")
+    if policy.max_active is not None and layer.ranks.data_ranks > 1:
+        raise ValueError(
+            f"max_active={policy.max_active} is not allowed under data parallelism: a device reads "
+            "experts for the tokens of all ranks, of which each sees its own."
+        )
+    if policy.compensate and layer.stand_ins is None:
+        raise ValueError(
+            "compensate=true needs a calibration of this model: start the server with "
+            "--calibration FOLDER (PACELINE_CALIBRATION), as `paceline calibrate` makes it."
+        )
+    if policy.compensate and policy.expand is not None and layer.slots:
+        raise ValueError(
+            f"compensate=true with expand={policy.expand} was never run in vLLM: say one of them."
+        )
     if facts.scores and layer.scoring is None:
         what = "keep" if policy.keep == "score" else "expand"
         raise ValueError(
@@ -64,6 +72,8 @@ def never_binding(
 ) -> Callable[[int], bool]:
     """Whether a forward of so many tokens can't exceed any unit's places, known on the host.
 
+    Of capacities alone: max_active rules smaller forwards than these.
+
     Args:
         policy: with or without a cap.
         units: the devices.
@@ -75,9 +85,11 @@ def never_binding(
     True
     """
     factor, experts = policy.factor, units.num_experts
+    if factor is None:
+        return lambda tokens: True
     sizes = {1} if policy.unit == "expert" else set(units.sizes) - {0}
-    if factor is None or policy.expand is not None:
-        return lambda tokens: factor is None
+    if policy.expand is not None:
+        return lambda tokens: False
     # the most assignments that a token can have on a unit of each size
     most = {size: k if repeats else min(k, size) for size in sizes}
 

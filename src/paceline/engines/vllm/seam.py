@@ -17,7 +17,7 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import _encode_layer_name
 
-from paceline.engines.vllm import operators  # noqa: F401
+from paceline.engines.vllm import cpu_experts, operators
 
 COMPILE_MARK = "paceline-1"
 """Part of the key of vLLM's compile cache: a graph with the cap's operators is another graph."""
@@ -55,9 +55,17 @@ def capped_class(router: Any) -> Any:
             weights, ids = super()._select_experts(hidden_states, router_logits, *args, **kwargs)
             if not self.paceline_name:
                 return weights, ids
+            slots = self.paceline_slots
+            if not torch.compiler.is_compiling():  # no graph is made: an operator would only cost
+                if slots:
+                    return operators.expanded(
+                        self.paceline_layer, weights, ids, router_logits, slots
+                    )
+                if self.paceline_layer is not None:
+                    self.paceline_layer.cap(weights, ids, router_logits)
+                return weights, ids
             name = _encode_layer_name(self.paceline_name)
-            if self.paceline_slots:
-                slots = self.paceline_slots
+            if slots:
                 wide: tuple[Tensor, Tensor] = torch.ops.paceline_vllm.expand(
                     weights, ids, router_logits, name, slots
                 )
@@ -111,6 +119,8 @@ def install(slots_of: Callable[[Any], int]) -> None:
 
     MoERunner.__init__ = runner_init
     VllmConfig.compute_hash = _marked(VllmConfig.compute_hash)
+    # of experts whose layer isn't capped; see `CappedModel`
+    CPUUnquantizedExperts.paceline_layer, CPUUnquantizedExperts.paceline_name = None, ""
     CPUUnquantizedExperts.apply = _cpu_apply(CPUUnquantizedExperts.apply)
 
 
@@ -128,11 +138,19 @@ def _cpu_apply(apply: Any) -> Any:
         if self._use_zentorch:
             apply(self, **given)
             return
-        torch.ops.paceline_vllm.cpu_experts(
+        arguments = (
             given["output"], given["hidden_states"], given["w1"], given["w2"],
             self.w1_bias, self.w2_bias, given["topk_weights"], given["topk_ids"],
             given["expert_map"], given["activation"].value, self.isa,
             given["apply_router_weight_on_input"],
         )  # fmt: skip
+        if torch.compiler.is_compiling():
+            name = _encode_layer_name(self.paceline_name)
+            torch.ops.paceline_vllm.cpu_experts(*arguments, name)
+            return
+        cpu_experts.fused_experts(*arguments)
+        layer = self.paceline_layer
+        if layer is not None and layer.stand_ins is not None:
+            layer.stand_ins.add(given["output"], given["hidden_states"])
 
     return capped_apply

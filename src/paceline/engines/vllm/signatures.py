@@ -48,6 +48,7 @@ NEEDED: dict[str, Sequence[str]] = {
         "global_num_experts",
         "expert_map",
     ),
+    "vllm.model_executor.model_loader.base_loader:process_weights_after_loading": ("model",),
     "vllm.forward_context:ForwardContext": ("attn_metadata", "dp_metadata", "is_padding"),
     "vllm.config:VllmConfig.compute_hash": ("self",),
     "vllm.utils.torch_utils:direct_register_custom_op": (
@@ -60,6 +61,7 @@ NEEDED: dict[str, Sequence[str]] = {
     "vllm.utils.torch_utils:_encode_layer_name": ("layer_name",),
     "vllm.v1.worker.worker_base:WorkerBase.load_model": ("self",),
     "vllm.v1.worker.gpu_worker:Worker.load_model": ("self",),
+    "vllm.v1.worker.gpu_worker:Worker.shutdown": ("self",),
     "vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model": ("self",),
     "vllm.v1.engine.async_llm:AsyncLLM.reset_prefix_cache": ("self", "reset_running_requests"),
     "vllm.v1.engine.core_client:AsyncMPClient.call_utility_all_async": ("self", "method"),

@@ -9,9 +9,11 @@ from typing import Any
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import WorkerBase
 
-from paceline.engines.vllm import model
+from paceline.engines.vllm import model, runner
 from paceline.engines.vllm.environment import wanted
 from paceline.engines.vllm.metrics import publisher_for
+from paceline.engines.vllm.recording import recording_for
+from paceline.traces.format import TraceError
 
 logger = logging.getLogger("vllm.paceline")
 
@@ -29,6 +31,10 @@ def install() -> None:
                 self.model_runner, self.vllm_config, asked, _rank(self)
             )
             self.paceline_publisher = publisher_for(self.paceline)
+            self.paceline_recording = recording_for(
+                self.paceline, asked.recording, self.model_config.model, self.parallel_config,
+                self.rank,
+            )  # fmt: skip
 
     warm_up = Worker.compile_or_warm_up_model
 
@@ -39,17 +45,28 @@ def install() -> None:
             self.paceline.reset_stats()  # an accelerator counts made-up batches too
         return took
 
+    shutdown = Worker.shutdown
+
+    @wraps(shutdown)
+    def finish_and_shutdown(self: Any) -> Any:
+        if getattr(self, "paceline_recording", None) is not None:
+            self.paceline_recording.stop()
+        return shutdown(self)
+
+    Worker.shutdown = finish_and_shutdown
     Worker.load_model = load_model
     Worker.compile_or_warm_up_model = compile_or_warm_up_model
     WorkerBase.paceline_describe = paceline_describe
     WorkerBase.paceline_check = paceline_check
     WorkerBase.paceline_set = paceline_set
+    WorkerBase.paceline_recorded = paceline_recorded
+    WorkerBase.paceline_stop_recording = paceline_stop_recording
 
 
-def slots_of(runner: Any) -> int:
+def slots_of(moe_runner: Any) -> int:
     """Ids a token that a layer needs room for, 0 where nothing may expand."""
     asked = wanted()
-    return 0 if asked is None else model.slots_of(runner, asked)
+    return 0 if asked is None else runner.slots_of(moe_runner, asked)
 
 
 def _rank(worker: Any) -> int:
@@ -79,3 +96,20 @@ def paceline_set(self: Any, text: str | None) -> dict[str, Any]:
     capped.set_policies(capped.read(text))
     logger.info("paceline: policy %s", text)
     return self.paceline_describe()  # type: ignore[no-any-return]
+
+
+def paceline_recorded(self: Any) -> dict[str, Any] | None:
+    """What this worker records, None where it doesn't."""
+    recording = self.paceline_recording
+    return None if recording is None else recording.describe()
+
+
+def paceline_stop_recording(self: Any) -> dict[str, Any] | None:
+    """Finish this worker's trace, where it records one; an error is said in the answer."""
+    recording = self.paceline_recording
+    if recording is None:
+        return None
+    try:
+        return recording.stop()  # type: ignore[no-any-return]
+    except TraceError as error:
+        return {**recording.describe(), "error": str(error)}

@@ -1,4 +1,4 @@
-"""The selection on CUDA tensors: three Triton launches, no host sync, static shapes."""
+"""The selection on CUDA tensors: a few Triton launches, no host sync, static shapes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from paceline.routing.active import WEIGHT_LIMIT, hosts_of, weight_unit
 from paceline.routing.budget import Budget, Units
 from paceline.routing.candidates import Candidates
 from paceline.routing.capacity import MAX_TOKENS, small_ratio
@@ -18,11 +19,48 @@ from paceline.routing.kernels import triton_kernels as kernels
 from paceline.routing.ranking import contributions, ranking_key, require_scores
 from paceline.routing.survivors import Survivors
 
-expanded = plain.expanded
+expanded, on_host = plain.expanded, False
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_GROUPS = 2048
 """Groups beyond which the tables of a block outgrow the tokens: requests as pools. Then torch."""
+
+_MOST_PROGRAMS = 4096
+"""Devices times pools beyond which each of them reads all tokens too often. Then torch."""
+
+
+def narrow(budget: Budget, candidates: Candidates) -> Survivors | None:
+    """See `paceline.routing.selection.Backend`."""
+    most, experts, valid = budget.policy.max_active, budget.num_experts, budget.inputs.valid
+    assert most is not None
+    hosts = hosts_of(budget.placement, most)
+    rows, slots = candidates.ids.shape
+    pools = 1 if budget.policy.pool == "batch" else budget.pools.count
+    if rows == 0 or pools * len(hosts.places) > _MOST_PROGRAMS:
+        return plain.narrow(budget, candidates)
+    ids, weights = candidates.ids.contiguous(), candidates.weights.detach().contiguous()
+    like, device = budget.inputs.topk_ids, ids.device
+    of_token = None if pools == 1 else budget.pools.of_token
+    wide = max(2, triton.next_power_of_2(hosts.most))
+    keys = torch.empty((pools, len(hosts.places), wide), dtype=torch.int64, device=device)
+    reads = torch.empty((pools, experts), dtype=torch.uint8, device=device)
+    kept_ids = torch.empty((rows, slots), dtype=torch.int64, device=device)
+    kept = torch.empty((rows, slots), dtype=torch.bool, device=device)
+    kept_weights, bits = torch.empty_like(weights), _BITS[weights.element_size()]
+    with torch.cuda.device_of(ids):  # type: ignore[no-untyped-call]
+        kernels.read[(len(hosts.places), pools)](
+            ids, weights, _bytes(valid, ids), _or(of_token, ids), table(hosts.experts, like),
+            table(hosts.places, like), keys, reads, rows, slots, len(hosts.places), hosts.most,
+            experts, min(budget.tokens_needed, MAX_TOKENS),
+            weight_unit(budget.tokens_needed, budget.k), WEIGHT_LIMIT, valid is not None,
+            of_token is not None, wide, max(16, min(256, 8192 // wide)), max(2, 4096 // wide),
+        )  # fmt: skip
+        kernels.leave[(triton.cdiv(rows * slots, 1024),)](
+            ids, weights.view(bits), _bytes(valid, ids), _or(of_token, ids), reads, kept_ids,
+            kept_weights.view(bits), kept, rows * slots, slots, experts, valid is not None,
+            of_token is not None, 1024,
+        )  # fmt: skip
+    return Survivors(kept_ids, kept_weights, kept)
 
 
 def keep_best(budget: Budget, candidates: Candidates, fill: bool = False) -> Survivors:

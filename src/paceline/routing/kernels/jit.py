@@ -129,6 +129,66 @@ def _choose_slots(
 
 
 @_compiled
+def read_some(
+    ids, weights, bits, valid, pool, pools, experts, own, places, limit, unit,
+    kept_ids, kept_weights, kept,
+):  # fmt: skip
+    """Keep the assignments of those experts that each device may read for each pool.
+
+    Args:
+        ids: [T, S] int64 experts; outside [0, experts): no assignment.
+        weights: [T, S] float64.
+        bits: [T, S] bits of the weights as they came.
+        valid, pool: [T], or empty: all valid, one pool.
+        own: [hosts, most] ascending experts of each device, E where it has no more.
+        places: [hosts] how many of them may be read.
+        limit, unit: a weight counts as at most `limit`, and 1 is so many units.
+        kept_ids, kept_weights, kept: [T, S], written.
+    """
+    total = np.zeros((pools, experts), np.int64)
+    state = np.zeros((pools, experts), np.int8)  # 1: wanted, 2: wanted and not read
+    rows, slots = ids.shape
+    for t in range(rows):
+        if valid.size and not valid[t]:
+            continue
+        home = pool[t] if pool.size else 0
+        for j in range(slots):
+            e = ids[t, j]
+            if 0 <= e < experts:
+                w = weights[t, j]
+                if w == w:
+                    total[home, e] += np.int64(min(max(w, -limit), limit) * unit)
+                state[home, e] = 1
+    wanted = np.empty(own.shape[1], np.int64)
+    for home in range(pools):
+        for host in range(own.shape[0]):
+            count = 0
+            for c in range(own.shape[1]):
+                e = own[host, c]
+                if e < experts and state[home, e]:
+                    wanted[count] = e
+                    count += 1
+            if count <= places[host]:
+                continue
+            for a in range(count):
+                ahead, mine = 0, total[home, wanted[a]]
+                for b in range(count):
+                    other = total[home, wanted[b]]
+                    ahead += (other > mine) | ((other == mine) & (b < a))
+                if ahead >= places[host]:
+                    state[home, wanted[a]] = 2
+    for t in range(rows):
+        live = valid.size == 0 or valid[t]
+        home = pool[t] if pool.size else 0
+        for j in range(slots):
+            e = ids[t, j]
+            keep = live and 0 <= e < experts and state[home, e] == 1
+            kept[t, j] = keep
+            kept_ids[t, j] = e if keep else experts
+            kept_weights[t, j] = bits[t, j] if keep else 0
+
+
+@_compiled
 def extend(
     ids, weights, scores, valid, capped, row_of, table, device_of, visited, limit, all_ids,
     extra_weights,

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from paceline.placement import ExpertPlacement
+from paceline.routing.active import WEIGHT_LIMIT, Hosts, hosts_of, weight_unit
 from paceline.routing.budget import Budget, places_on_host
 from paceline.routing.candidates import Candidates
 from paceline.routing.kernels import plain
-from paceline.routing.kernels.jit import BY_EXPERT, BY_SLOT, KEYS, choose, extend
+from paceline.routing.kernels.jit import BY_EXPERT, BY_SLOT, KEYS, choose, extend, read_some
 from paceline.routing.pools import token_devices
 from paceline.routing.ranking import contributions, ranking_key, require_scores
 from paceline.routing.survivors import Survivors
@@ -29,6 +30,8 @@ Array = npt.NDArray[Any]
 
 _NO_FLAGS, _NO_NUMBERS = np.zeros(0, np.bool_), np.zeros(0, np.int64)
 
+
+on_host = True
 
 _WIDEST = 64
 """Candidates a token beyond which torch sorts them: here the work grows with their square."""
@@ -77,6 +80,37 @@ def _candidates_of(placement: ExpertPlacement, by_device: bool) -> Array:
 @lru_cache(maxsize=256)
 def _device_of(placement: ExpertPlacement) -> Array:
     return np.array(placement.expert_to_device)
+
+
+def narrow(budget: Budget, candidates: Candidates) -> Survivors | None:
+    """See `paceline.routing.selection.Backend`."""
+    most, inputs, experts = budget.policy.max_active, budget.inputs, budget.num_experts
+    assert most is not None
+    if _valid_tokens(budget) >= budget.tokens_needed:
+        return None
+    pool, pools = _NO_NUMBERS, 1
+    if budget.policy.pool != "batch":
+        assert budget.pools.of_token is not None
+        pool = _array(budget.pools.of_token)
+        pools = int(pool.max(initial=0)) + 1
+        if pools * experts > 1 << 20:  # its tables would outgrow the tokens
+            return plain.narrow(budget, candidates)
+    rows, places = _hosts(hosts_of(budget.placement, most))
+    ids, weights = candidates.ids.long().contiguous(), candidates.weights.contiguous()
+    kept_weights = torch.empty_like(weights)
+    kept_ids, kept = np.empty(ids.shape, np.int64), np.empty(ids.shape, np.bool_)
+    read_some(
+        ids.numpy(), _array(weights.double()), _bits(weights),
+        _NO_FLAGS if inputs.valid is None else _array(inputs.valid), pool, pools, experts,
+        rows, places, WEIGHT_LIMIT, weight_unit(budget.tokens_needed, budget.k),
+        kept_ids, _bits(kept_weights), kept,
+    )  # fmt: skip
+    return Survivors(torch.from_numpy(kept_ids), kept_weights, torch.from_numpy(kept))
+
+
+@lru_cache(maxsize=256)
+def _hosts(hosts: Hosts) -> tuple[Array, Array]:
+    return np.array(hosts.experts), np.array(hosts.places)
 
 
 def keep_best(budget: Budget, candidates: Candidates, fill: bool = False) -> Survivors:
@@ -129,7 +163,7 @@ def _places_of_batch(budget: Budget, fill: bool) -> Array:
     """[1, units] places, or [2, units] with those that extras may fill, for one pool of tokens."""
     inputs, policy = budget.inputs, budget.policy
     valid = None if inputs.valid is None else _array(inputs.valid)
-    tokens = budget.rows if valid is None else int(np.count_nonzero(valid))
+    tokens = _valid_tokens(budget)
     capped = tokens >= budget.tokens_needed
     if capped and policy.phase == "prefill" and inputs.token_decode is not None:
         prompt = ~_array(inputs.token_decode)
@@ -140,6 +174,11 @@ def _places_of_batch(budget: Budget, fill: bool) -> Array:
     assert factor is not None
     factors = (factor, min(policy.fill_to, factor)) if fill else (factor,)
     return places_on_host(budget.units, factors, budget.k, tokens)
+
+
+def _valid_tokens(budget: Budget) -> int:
+    valid = budget.inputs.valid
+    return budget.rows if valid is None else int(np.count_nonzero(_array(valid)))
 
 
 _BITS: dict[int, npt.DTypeLike] = {2: np.int16, 4: np.int32, 8: np.int64}

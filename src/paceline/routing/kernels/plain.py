@@ -5,19 +5,78 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paceline.routing.active import WEIGHT_LIMIT, hosts_of, weight_unit
 from paceline.routing.assignment import unit_groups
 from paceline.routing.budget import Budget
 from paceline.routing.candidates import Candidates, expanded_candidates
+from paceline.routing.capacity import INT64_MAX
+from paceline.routing.constants import table
 from paceline.routing.keys import KEY_BITS
 from paceline.routing.pools import position_in_run
 from paceline.routing.priority import PRIORITY_BITS
 from paceline.routing.ranking import ranking_key
 from paceline.routing.survivors import Survivors
 
+on_host = False
+
 
 def expanded(budget: Budget) -> Candidates:
     """The model's own choice and the extras that the policy allows."""
     return expanded_candidates(budget.inputs, budget.policy, budget.placement, budget.capped_token)
+
+
+def narrow(budget: Budget, candidates: Candidates) -> Survivors | None:
+    """See `paceline.routing.selection.Backend`."""
+    most, pools, experts = budget.policy.max_active, budget.pools, budget.num_experts
+    assert most is not None
+    hosts = hosts_of(budget.placement, most)
+    expert = torch.where(candidates.offered, candidates.ids.long(), experts)
+    if pools.of_token is not None:
+        expert = expert + pools.of_token.unsqueeze(1) * (experts + 1)
+
+    like = budget.inputs.topk_ids
+    read = experts_read(
+        expert, candidates.weights.detach(), weight_unit(budget.tokens_needed, budget.k),
+        table(hosts.experts, like), table(hosts.places, like), pools.count, experts,
+    )  # fmt: skip
+    kept = candidates.offered & (read.flatten()[expert] | ~budget.narrowed)
+    return Survivors.of(candidates, kept)
+
+
+def experts_read(
+    expert: Tensor,
+    weights: Tensor,
+    unit: Tensor | float,
+    own: Tensor,
+    places: Tensor,
+    pools: int,
+    experts: int,
+) -> Tensor:
+    """[pools, experts + 1] bool: which experts get tokens where max_active rules.
+
+    Args:
+        expert: [tokens, k] pool * (experts + 1) + expert; the last of a pool stands for none.
+        weights: [tokens, k].
+        unit: of `weight_unit`.
+        own: [hosts, most] experts of each device, ascending; the number of experts for no more.
+        places: [hosts] how many of them it may read.
+        pools: of tokens.
+        experts: of the layer.
+    """
+    count = torch.zeros(pools * (experts + 1), dtype=torch.int64, device=expert.device)
+    wanted = count.scatter_add(0, expert.flatten(), torch.ones_like(expert).flatten()) > 0
+    limited = weights.double().nan_to_num(nan=0.0).clamp(-WEIGHT_LIMIT, WEIGHT_LIMIT)
+    total = count.scatter_add(0, expert.flatten(), (limited * unit).long().flatten())
+
+    key = torch.where(wanted, -total, INT64_MAX).view(pools, experts + 1)[:, own]
+    key = torch.where(own < experts, key, INT64_MAX)
+    # experts ascend in a row, so a stable sort sends ties to the smaller one
+    order = torch.sort(key, dim=2, stable=True).indices
+    rank = torch.arange(own.shape[1], device=expert.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(2, order, rank)
+    fits = rank < places.unsqueeze(1)
+    read = torch.zeros((pools, experts + 1), dtype=torch.bool, device=expert.device)
+    return read.scatter(1, own.flatten().expand(pools, -1), fits.flatten(1))
 
 
 def keep_best(budget: Budget, candidates: Candidates, fill: bool = False) -> Survivors:

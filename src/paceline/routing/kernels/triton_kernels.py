@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, attr-defined"
-"""The three CUDA kernels of the selection. Nothing is read back; T may be known on the device only.
+"""The CUDA kernels of the selection. Nothing is read back; T may be known on the device only.
 
 `prepare` gives every assignment its group and its key and counts groups by block of tokens;
 `threshold`, one program a group, works out the group's places and bisects for the key of the last
-one; `apply` writes what stays. No atomics: the result is the same bits every time.
+one; `apply` writes what stays. Where max_active rules, `read` finds the experts that a device may
+read and `leave` writes their assignments. No atomics: the result is the same bits every time.
 """
 
 from __future__ import annotations
@@ -192,6 +193,88 @@ def apply(
     tie = tl.load(last_tie + mine, mask=some, other=0)
     keep = some & ((value < last) | ((value == last) & (at <= tie)))
     expert = tl.load(ids + at, mask=inside, other=0).to(tl.int64)
+    weight = tl.load(weights + at, mask=inside, other=0)
+    tl.store(kept_ids + at, tl.where(keep, expert, experts), mask=inside)
+    tl.store(kept_weights + at, tl.where(keep, weight, 0).to(weight.dtype), mask=inside)
+    tl.store(kept + at, keep, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "needed"])
+def read(
+    ids, weights, valid, pool, own, places, keys, reads, rows, slots, hosts, most, experts, needed,
+    unit, LIMIT: tl.constexpr, VALID: tl.constexpr, POOL: tl.constexpr, MOST: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """reads [pools, experts] uint8: 1 where a device may read the expert. A program a device.
+
+    own [hosts, most] int64: its experts, ascending, E where there are no more. places [hosts]
+    int64: how many it may read, if fewer than `needed` tokens are valid. keys [pools, hosts, MOST]
+    int64: scratch. A weight counts as at most LIMIT, and 1 is `unit` units.
+    """
+    host, home = tl.program_id(0), tl.program_id(1)
+    tokens = rows
+    if VALID:
+        count = tl.zeros([CHUNK], tl.int32)
+        for first in range(0, rows, CHUNK):
+            at = first + tl.arange(0, CHUNK)
+            count += (tl.load(valid + at, mask=at < rows, other=0) != 0).to(tl.int32)
+        tokens = tl.sum(count, 0)
+    column = tl.arange(0, MOST)
+    expert = tl.load(own + host * most + column, mask=column < most, other=experts)
+    places_here = tl.load(places + host)
+    ahead = tl.zeros([MOST], tl.int32)
+    if tokens < needed:
+        total, wanted = tl.zeros([MOST], tl.int64), tl.zeros([MOST], tl.int32)
+        for first in range(0, rows * slots, CHUNK):
+            at = first + tl.arange(0, CHUNK)
+            there = at < rows * slots
+            token = at // slots
+            live = there
+            if VALID:
+                live = live & (tl.load(valid + token, mask=there, other=0) != 0)
+            if POOL:
+                live = live & (tl.load(pool + token, mask=there, other=-1) == home)
+            chosen = tl.load(ids + at, mask=live, other=-1).to(tl.int64)
+            live = live & (chosen >= 0) & (chosen < experts)
+            weight = tl.load(weights + at, mask=live, other=0.0).to(tl.float64)
+            weight = tl.where(weight == weight, weight, 0.0)
+            weight = tl.minimum(tl.maximum(weight, -LIMIT), LIMIT)
+            units = (weight * unit).to(tl.int64)
+            hit = live[:, None] & (chosen[:, None] == expert[None, :])
+            total += tl.sum(tl.where(hit, units[:, None], 0), 0)
+            wanted += tl.sum(hit.to(tl.int32), 0)
+        key = tl.where((wanted > 0) & (column < most), -total, 1 << 62)  # a smaller one is read
+        scratch = keys + (home * hosts + host) * MOST
+        tl.store(scratch + column, key)
+        tl.debug_barrier()  # what this program wrote it now reads
+        for first in range(0, most, TILE):
+            at = first + tl.arange(0, TILE)
+            other = tl.load(scratch + at, mask=at < MOST, other=1 << 62)
+            before = (other[None, :] < key[:, None]) | (
+                (other[None, :] == key[:, None]) & (at[None, :] < column[:, None])
+            )
+            ahead += tl.sum(before.to(tl.int32), 1)
+    read_here = (ahead < places_here).to(tl.uint8)
+    tl.store(reads + home * experts + expert, read_here, mask=expert < experts)
+
+
+@triton.jit(do_not_specialize=["size"])
+def leave(
+    ids, weights, valid, pool, reads, kept_ids, kept_weights, kept, size, slots, experts,
+    VALID: tl.constexpr, POOL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Writes kept_ids [T, S] int64, kept_weights [T, S] (integers of their width), kept [T, S]."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    token = at // slots
+    expert = tl.load(ids + at, mask=inside, other=-1).to(tl.int64)
+    keep = inside & (expert >= 0) & (expert < experts)
+    if VALID:
+        keep = keep & (tl.load(valid + token, mask=inside, other=0) != 0)
+    home = tl.zeros([BLOCK], tl.int64)
+    if POOL:
+        home = tl.load(pool + token, mask=inside, other=0).to(tl.int64)
+    keep = keep & (tl.load(reads + home * experts + expert, mask=keep, other=0) != 0)
     weight = tl.load(weights + at, mask=inside, other=0)
     tl.store(kept_ids + at, tl.where(keep, expert, experts), mask=inside)
     tl.store(kept_weights + at, tl.where(keep, weight, 0).to(weight.dtype), mask=inside)

@@ -1,0 +1,340 @@
+"""Fewer active experts in decode: what it costs in quality, rule by rule, on the demo model.
+
+Teacher-forced decode: one position of B sequences of held-out text is one step, decided as a decode
+step is, so that a pass over whole sequences judges all of their steps; the prompt's positions are
+left alone. Calibrated on the first half of each text, judged on the second. It is checked that a
+real decode with the attached model, token by token through its cache, gives the same losses.
+
+    python benchmarks/active_experts.py --json benchmarks/results/active_experts.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import active_rules as rules
+import torch
+from active_rules import Chosen, Rule, Step
+from torch import Tensor
+
+from paceline import attach
+from paceline.analysis.observe import Sampling
+from paceline.calibration.collect import calibrate
+from paceline.calibration.file import Calibration
+from paceline.cli.progress import progress
+from paceline.demo.assets import domains, load_model, read_text
+from paceline.engines.transformers.compensation import Compensation
+from paceline.evaluation.batches import Batch
+from paceline.evaluation.perplexity import Losses, as_dict, change
+from paceline.reporting.environment import environment
+from paceline.reporting.files import to_json, write_text
+
+DEVICES, RANK = 8, 16
+
+
+@dataclass
+class Counts:
+    """What the decode steps of one rule read, over steps and layers."""
+
+    steps: int = 0
+    most: dict[str, int] = field(default_factory=lambda: {"before": 0, "after": 0})
+    total: dict[str, int] = field(default_factory=lambda: {"before": 0, "after": 0})
+    new: int = 0  # read in a step and not in the last one
+    tokens: int = 0
+    without: int = 0
+    assignments: int = 0
+    dropped: int = 0
+
+    def result(self) -> dict[str, float]:
+        """Means over steps and layers, and shares."""
+        return {
+            **{f"most_active_{when}": self.most[when] / self.steps for when in self.most},
+            **{f"active_{when}": self.total[when] / self.steps for when in self.total},
+            "newly_read": self.new / self.steps,
+            "dropped_share": self.dropped / self.assignments,
+            "tokens_without_expert_share": self.without / self.tokens,
+        }
+
+
+class Judge:
+    """Runs sequences through the model with a rule in its decode steps."""
+
+    def __init__(self, model: Any, found: Calibration, batch: int, prompt: int) -> None:
+        self.model, self.found, self.batch, self.prompt = model, found, batch, prompt
+        self.logits: dict[str, Tensor] = {}
+
+    @contextmanager
+    def ruled(self, rule: Rule | None, stand_ins: bool, length: int) -> Iterator[Counts]:
+        """Inside, forwards of [sequences, length] are decided by `rule`."""
+        counts, hooks = Counts(), []
+        with attach(self.model, None, DEVICES) as pace:
+            for layer in pace.layers:
+                block = self.model.get_submodule(layer)
+
+                def heard(_: Any, __: Any, out: Any, layer: str = layer) -> None:
+                    self.logits[layer] = out[0]
+
+                hooks.append(block.gate.register_forward_hook(heard))
+            left = {
+                layer: Compensation(found, None, torch.zeros(0))
+                for layer, found in zip(pace.layers, self.found.layers, strict=True)
+            }
+            explained = {
+                layer: found.output_norm * (1 - found.explained_by_expert.clamp(0, 1)).sqrt()
+                if stand_ins
+                else found.output_norm
+                for layer, found in zip(pace.layers, self.found.layers, strict=True)
+            }
+
+            def experts(layer: str, run: Any, hidden: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+                if rule is None:
+                    return run(hidden, ids, w)
+                scores = self.logits[layer].float().softmax(1)
+                step, order = self.steps(ids, w, scores, explained[layer], length)
+                chosen = rule(step)
+                self.count(counts, step, chosen)
+                new_ids, new_weights = ids.clone(), w.clone()
+                k = ids.shape[1]
+                new_ids[order] = chosen.ids.reshape(-1, k)
+                new_weights[order] = chosen.weights.reshape(-1, k).to(w.dtype)
+                out = run(hidden, new_ids, new_weights)
+                if stand_ins and chosen.dropped.numel():
+                    dropped = torch.zeros_like(ids, dtype=torch.bool)
+                    dropped[order] = chosen.dropped.reshape(-1, k)
+                    out = left[layer](out, hidden, ids, w, dropped)
+                return out
+
+            undo = pace.replace_experts(experts)
+            try:
+                yield counts
+            finally:
+                undo()
+                for hook in hooks:
+                    hook.remove()
+
+    def steps(
+        self, ids: Tensor, weights: Tensor, scores: Tensor, norms: Tensor, length: int
+    ) -> tuple[Step, Tensor]:
+        """The decode steps among rows [sequences * length], and which rows they are in order."""
+        rows = torch.arange(len(ids)).view(-1, self.batch, length)[:, :, self.prompt :]
+        rows = rows.transpose(1, 2)  # [groups, positions, batch]
+        positions = rows.shape[1]
+        order = rows.flatten()
+
+        def cut(x: Tensor) -> Tensor:
+            return x[order].view(-1, self.batch, x.shape[1])
+
+        assert bool((weights[:, 1:] <= weights[:, :-1]).all())  # the best first
+        return Step(cut(ids), cut(weights), cut(scores), DEVICES, norms, positions), order
+
+    def count(self, counts: Counts, step: Step, chosen: Chosen) -> None:
+        """Add up what the steps read."""
+        active = {"before": _active(step.ids, step), "after": _active(chosen.ids, step)}
+        for when, table in active.items():
+            by_device = table.view(len(table), DEVICES, -1).sum(2)
+            counts.most[when] += int(by_device.amax(1).sum())
+            counts.total[when] += int(by_device.sum())
+        after = active["after"].view(-1, step.sequences, step.experts)
+        counts.new += int((after[:, 1:] & ~after[:, :-1]).sum())
+        counts.steps += len(step.ids)
+        counts.tokens += step.ids.shape[0] * step.ids.shape[1]
+        kept = chosen.ids < step.experts
+        counts.without += int((~kept.any(2)).sum())
+        counts.assignments += step.ids.numel()
+        counts.dropped += int(step.ids.numel() - kept.sum())
+
+    def losses(
+        self, batches: list[Batch], rule: Rule | None, stand_ins: bool = False
+    ) -> tuple[Losses, Counts]:
+        """Losses of what decode steps predict, by text."""
+        found = Losses()
+        length = batches[0].ids.shape[1] - 1
+        with self.ruled(rule, stand_ins, length) as counts, torch.inference_mode():
+            for batch in batches:
+                logits = self.model(input_ids=batch.ids[:, :-1], use_cache=False).logits
+                judged = Batch(batch.ids[:, self.prompt :], batch.sources)
+                found.add(judged, self.row_losses(logits, batch.ids))
+        return found, counts
+
+    def row_losses(self, logits: Tensor, ids: Tensor) -> list[float]:
+        """Summed loss of each row from the prompt's end on."""
+        kept, wanted = logits[:, self.prompt :], ids[:, self.prompt + 1 :]
+        loss = torch.nn.functional.cross_entropy(
+            kept.transpose(1, 2).float(), wanted, reduction="none"
+        )
+        return loss.double().sum(1).tolist()
+
+
+def _active(ids: Tensor, step: Step) -> Tensor:
+    """[steps, experts] bool: experts that any token uses."""
+    table = torch.zeros(len(ids), step.experts + 1, dtype=torch.bool)
+    return table.scatter(1, ids.flatten(1), True)[:, :-1]
+
+
+# -- what is tried ---------------------------------------------------------------------------------
+
+CHOICES = {
+    "weight": rules.by_weight,
+    "votes": rules.by_votes,
+    "first votes": rules.by_first_votes,
+    "largest weight": rules.by_largest_weight,
+    "squared weight": rules.by_squared_weight,
+    "contribution": rules.by_contribution,
+    "random": rules.at_random,
+}
+ONE_DOMAIN = ("by random", "by votes", "by first votes")
+"""Rules that are out after batches of one domain."""
+
+GOAL = {4: 2, 16: 3}
+"""Batch size -> experts a device, of 4, that cut about a third and a quarter of what is read."""
+
+
+def trials(batch: int) -> Iterator[tuple[str, dict[str, Any], Rule, bool]]:
+    """Family, its setting, the rule, and whether stand-ins are left."""
+    goal = GOAL[batch]
+    for most in (3, 2, 1):
+        for stand_ins in (False, True):
+            yield "max_active", {"most": most}, rules.narrow(rules.by_weight, most), stand_ins
+    for name, value in CHOICES.items():
+        if name != "weight":
+            yield f"by {name}", {"most": goal}, rules.narrow(value, goal), False
+    for name in ("largest weight", "squared weight", "contribution"):
+        yield f"by {name}", {"most": goal}, rules.narrow(CHOICES[name], goal), True
+    yield "refilled", {"most": goal}, rules.refilled(rules.by_weight, goal), False
+    for bonus in (0.25, 1.0):
+        setting = {"most": goal, "bonus": bonus}
+        yield "sticky", setting, rules.sticky(goal, bonus), True
+    for stand_ins in (False, True):
+        rule = rules.narrow(rules.by_weight, goal, renormalize=True)
+        yield "renormalized", {"most": goal}, rule, stand_ins
+    for k in (3, 2, 1):
+        yield "top-k truncation", {"k": k}, rules.truncated(k), False
+        yield "OEA", {"k0": k}, rules.opportunistic(k), False
+        yield "Lynx", {"most": k}, rules.remapped(k), False
+
+
+def sequences(tokenizer: Any, texts: dict[str, str], count: int, length: int) -> dict[str, Tensor]:
+    """Text -> [count, length] token ids."""
+    cut = {}
+    for name, text in texts.items():
+        ids = torch.tensor(tokenizer(text)["input_ids"])[: count * length]
+        if len(ids) < count * length:
+            raise SystemExit(f"{name} has too few tokens: give fewer --sequences.")
+        cut[name] = ids.view(count, length)
+    return cut
+
+
+def batches_of(texts: dict[str, Tensor], kind: str, batch: int) -> list[Batch]:
+    """Sequences to run at once; `batch` neighbours decode together."""
+    names = list(texts)
+    if kind == "one domain":
+        return [Batch(ids, (name,) * len(ids)) for name, ids in texts.items()]
+    rows = [(n, texts[n][i]) for i in range(len(texts[names[0]])) for n in names]
+    size = len(rows) // len(names) // batch * batch
+    parts = [rows[i : i + size] for i in range(0, len(rows) - size + 1, size)]
+    return [Batch(torch.stack([r for _, r in p]), tuple(n for n, _ in p)) for p in parts]
+
+
+def real_decode(model: Any, found: Calibration, batch: Batch, prompt: int, policy: str) -> Tensor:
+    """[rows] losses of a decode token by token, with the attached model's own cap."""
+    total = torch.zeros(len(batch.ids), dtype=torch.float64)
+    ids = batch.ids
+    with attach(model, policy, DEVICES, calibration=found) as pace, torch.inference_mode():
+        pace.policy = None  # the prompt's positions are left alone, however few
+        out = model(input_ids=ids[:, :prompt], use_cache=True)
+        pace.policy = policy
+        for t in range(prompt, ids.shape[1] - 1):
+            out = model(input_ids=ids[:, t : t + 1], past_key_values=out.past_key_values)
+            loss = torch.nn.functional.cross_entropy(
+                out.logits[:, -1].float(), ids[:, t + 1], reduction="none"
+            )
+            total += loss.double()
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--sequences", type=int, default=16, help="of each text")
+    parser.add_argument("--length", type=int, default=64, help="tokens decoded a sequence")
+    parser.add_argument("--prompt", type=int, default=32, help="tokens before them, left alone")
+    parser.add_argument("--batches", type=int, nargs="+", default=[4, 16])
+    parser.add_argument("--calibration", type=Path, help="folder of one made before")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    model, tokenizer = load_model()
+    halves: list[dict[str, str]] = [{}, {}]
+    for name in domains():
+        text = read_text(name)
+        middle = len(text) // 2
+        halves[0][name], halves[1][name] = text[:middle], text[middle:]
+    with progress() as tell:
+        if given.calibration is not None and given.calibration.exists():
+            found = Calibration.load(given.calibration)
+        else:
+            sampling = Sampling(tokens=40000, batch_size=8, sequence_length=256)
+            found = calibrate(
+                model, tokenizer, halves[0], rank=RANK, sampling=sampling, progress=tell
+            )
+            if given.calibration is not None:
+                found.save(given.calibration)
+        length = given.prompt + given.length + 1
+        texts = sequences(tokenizer, halves[1], given.sequences, length)
+        data: dict[str, Any] = {
+            "schema": "paceline-active-experts/1",
+            "model": "demo",
+            "devices": DEVICES,
+            "rank": RANK,
+            "sequences_a_text": given.sequences,
+            "prompt": given.prompt,
+            "decoded": given.length,
+            "explained_held_out": [layer.explained for layer in found.layers],
+            "checked": [],
+            "results": [],
+            **environment(),
+        }
+        for batch in given.batches:
+            policy = f"max_active={GOAL[batch]},compensate=true"
+            some = Batch(next(iter(texts.values()))[:batch], ("",) * batch)
+            judge = Judge(model, found, batch, given.prompt)
+            rule = rules.narrow(rules.by_weight, GOAL[batch])
+            judged, _ = judge.losses([some], rule, True)
+            real = real_decode(model, found, some, given.prompt, policy)
+            apart = (torch.tensor(judged.sums[""]) - real).abs().max().item()
+            if apart > 1e-2:
+                raise SystemExit(f"a real decode differs by {apart} nats a sequence")
+            data["checked"].append({"policy": policy, "batch": batch, "nats_apart": apart})
+        for kind in ("one domain", "mixed"):
+            for batch in given.batches:
+                judge = Judge(model, found, batch, given.prompt)
+                run = batches_of(texts, kind, batch)
+                base, _ = judge.losses(run, None)
+                wanted = list(trials(batch))
+                for done, (family, setting, rule, stand_ins) in enumerate(wanted):
+                    if kind == "mixed" and (family in ONE_DOMAIN or "bonus" in setting):
+                        continue
+                    tell(done, len(wanted), f"rules, {kind}, batches of {batch}")
+                    start = time.perf_counter()
+                    losses, counts = judge.losses(run, rule, stand_ins)
+                    found_change = as_dict(change(base, losses))
+                    row = {"kind": kind, "batch": batch, "family": family, **setting}
+                    row |= {"stand_ins": stand_ins, "perplexity_change": found_change}
+                    data["results"].append(row | counts.result())
+                    print(
+                        kind, batch, family, setting, "stand-ins" if stand_ins else "",
+                        f"{found_change['mean']:+.4%}",
+                        json.dumps({k: round(v, 3) for k, v in counts.result().items()}),
+                        f"{time.perf_counter() - start:.0f} s", flush=True,
+                    )  # fmt: skip
+                    write_text(given.json, to_json(data), private=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""Ways to read fewer experts in a decode step: Paceline's rule, variants of it, and published ones.
+
+Every rule sees one step's tokens, the model's choice for them and the scores of all experts, and
+says which (token, expert) pairs are computed and with which weights. Many steps are decided at
+once: tensors have a leading axis of steps. The published ones are rebuilt from their papers'
+descriptions, not from their code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Step:
+    """What one layer chose in many steps.
+
+    Attributes:
+        ids: [steps, tokens, k] experts, the token's best first.
+        weights: [steps, tokens, k] combine weights.
+        scores: [steps, tokens, experts] gate scores.
+        devices: over which the experts are spread in order, equally many on each.
+        norms: [experts] mean norm of what dropping each expert leaves; None if not calibrated.
+        sequences: of how many steps each run of tokens consists: steps are in order within.
+    """
+
+    ids: Tensor
+    weights: Tensor
+    scores: Tensor
+    devices: int
+    norms: Tensor | None
+    sequences: int
+
+    @property
+    def experts(self) -> int:
+        return self.scores.shape[2]
+
+    def sums(self, values: Tensor) -> Tensor:
+        """[steps, experts] sums of `values` [steps, tokens, k] by expert; -inf: nobody chose it."""
+        steps = self.ids.shape[0]
+        flat = self.ids.flatten(1)
+        zero = torch.zeros(steps, self.experts, dtype=torch.float64)
+        total = zero.scatter_add(1, flat, values.double().flatten(1))
+        wanted = zero.scatter_add(1, flat, torch.ones_like(flat, dtype=torch.float64)) > 0
+        return torch.where(wanted, total, -torch.inf)
+
+    def best(self, value: Tensor, most: int) -> Tensor:
+        """[steps, experts] bool: on each device the `most` of largest `value` [steps, experts]."""
+        by_device = value.view(len(value), self.devices, -1)
+        order = by_device.argsort(dim=2, descending=True, stable=True)
+        rank = order.argsort(dim=2)
+        return ((rank < most) & (by_device > -torch.inf)).flatten(1)
+
+
+@dataclass
+class Chosen:
+    """What is computed: [steps, tokens, slots] ids and weights, `experts` where nothing is."""
+
+    ids: Tensor
+    weights: Tensor
+    dropped: Tensor = field(default_factory=lambda: torch.zeros(0))  # [steps, tokens, k] bool
+
+
+Rule = Callable[[Step], Chosen]
+
+
+def keep_read(step: Step, read: Tensor, renormalize: bool = False) -> Chosen:
+    """The model's choice without assignments of experts that are not read."""
+    kept = read.gather(1, step.ids.flatten(1)).view(step.ids.shape)
+    weights = torch.where(kept, step.weights, 0)
+    if renormalize:
+        now, former = weights.sum(2, keepdim=True), step.weights.sum(2, keepdim=True)
+        weights = torch.where(now > 0, weights * former / now.clamp(min=1e-30), weights)
+    return Chosen(torch.where(kept, step.ids, step.experts), weights, ~kept)
+
+
+# -- how to choose the experts a device reads ------------------------------------------------------
+
+
+def by_weight(step: Step) -> Tensor:
+    """Paceline's: the sum of combine weights."""
+    return step.sums(step.weights)
+
+
+def by_votes(step: Step) -> Tensor:
+    """How many tokens chose it, ties by weight."""
+    weight = step.sums(step.weights)
+    return step.sums(torch.ones_like(step.weights)) + weight.clamp(min=0) * 1e-3
+
+
+def by_first_votes(step: Step) -> Tensor:
+    """How many tokens chose it first, ties by weight."""
+    first = torch.zeros_like(step.weights)
+    first[..., 0] = 1
+    return step.sums(first) + step.sums(step.weights).clamp(min=0) * 1e-3
+
+
+def by_largest_weight(step: Step) -> Tensor:
+    """The largest single weight, so that nobody loses a choice that matters much to it."""
+    steps = step.ids.shape[0]
+    value = torch.full((steps, step.experts), -torch.inf, dtype=torch.float64)
+    return value.scatter_reduce(1, step.ids.flatten(1), step.weights.double().flatten(1), "amax")
+
+
+def by_squared_weight(step: Step) -> Tensor:
+    """The sum of squared weights: between the sum and the largest."""
+    return step.sums(step.weights.double() ** 2)
+
+
+def by_contribution(step: Step) -> Tensor:
+    """The sum of weights times the calibrated norm of what dropping the expert leaves."""
+    assert step.norms is not None
+    return step.sums(step.weights) * step.norms
+
+
+def at_random(step: Step) -> Tensor:
+    """Any of those that are wanted: the control."""
+    weight = step.sums(step.weights)
+    rng = torch.Generator().manual_seed(0)
+    return torch.where(
+        weight > -torch.inf, torch.rand(weight.shape, generator=rng).double(), weight
+    )
+
+
+def narrow(value: Callable[[Step], Tensor], most: int, renormalize: bool = False) -> Rule:
+    """At most `most` experts a device, those of the largest value."""
+    return lambda step: keep_read(step, step.best(value(step), most), renormalize)
+
+
+def sticky(most: int, bonus: float) -> Rule:
+    """By weight, where an expert that the last step read counts (1 + bonus) times its weight."""
+
+    def rule(step: Step) -> Chosen:
+        weight = by_weight(step)
+        runs = weight.view(-1, step.sequences, step.experts)
+        read, before = torch.zeros_like(runs, dtype=torch.bool), None
+        for t in range(step.sequences):
+            value = runs[:, t]
+            if before is not None:
+                value = torch.where(before, value * (1 + bonus), value)
+            before = step.best(value, most)
+            read[:, t] = before
+        return keep_read(step, read.flatten(0, 1))
+
+    return rule
+
+
+def refilled(value: Callable[[Step], Tensor], most: int) -> Rule:
+    """`narrow`, where a token's lost choices go to its best experts among those that are read."""
+    return lambda step: _best_read(step, step.best(value(step), most))
+
+
+# -- published ways --------------------------------------------------------------------------------
+
+
+def truncated(k: int) -> Rule:
+    """Every token's best k alone: blind to the batch."""
+
+    def rule(step: Step) -> Chosen:
+        kept = (torch.arange(step.ids.shape[2]) < k).expand_as(step.ids)
+        ids = torch.where(kept, step.ids, step.experts)
+        return Chosen(ids, torch.where(kept, step.weights, 0), ~kept)
+
+    return rule
+
+
+def opportunistic(k0: int) -> Rule:
+    """OEA (Oncescu et al., arXiv 2511.02237): best k0 of every token, then others already read.
+
+    First the union of every token's best k0 is read; then each token fills up to its k with its
+    best experts among those read, whoever asked for them. The sum of weights is what it was.
+    """
+
+    def rule(step: Step) -> Chosen:
+        read = torch.zeros(len(step.ids), step.experts, dtype=torch.bool)
+        read = read.scatter(1, step.ids[..., :k0].flatten(1), True)
+        return _best_read(step, read)
+
+    return rule
+
+
+def remapped(most: int) -> Rule:
+    """Lynx (Gupta et al., arXiv 2411.08982): drop experts the batch cares least for, and remap.
+
+    The `most` experts a device (theirs is a number for all) with the most votes stay; an
+    assignment of another goes to the token's best expert among those that stay.
+    """
+
+    def rule(step: Step) -> Chosen:
+        return _best_read(step, step.best(by_votes(step), most))
+
+    return rule
+
+
+def _best_read(step: Step, read: Tensor) -> Chosen:
+    """Every token's k best experts among those read, weights as the model's, summing up alike."""
+    k = step.ids.shape[2]
+    scores = step.scores.masked_fill(~read.unsqueeze(1), -torch.inf)
+    best, ids = scores.topk(k, dim=2)
+    there = best > -torch.inf
+    weights = torch.where(there, best, 0)
+    former, now = step.weights.sum(2, keepdim=True), weights.sum(2, keepdim=True)
+    weights = weights * former / now.clamp(min=1e-30)
+    return Chosen(torch.where(there, ids, step.experts), weights)

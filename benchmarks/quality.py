@@ -1,0 +1,122 @@
+"""What caps cost the demo model: policies on texts and tasks, or a sweep over caps of every size.
+
+Stand-ins are calibrated on the first half of each held-out text; texts and tasks are of the second.
+
+    python benchmarks/quality.py policies --out benchmarks/results/quality.json
+    python benchmarks/quality.py sweep --out benchmarks/results/sweep.json --ship
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from paceline.analysis.observe import Sampling
+from paceline.calibration.collect import calibrate
+from paceline.calibration.file import Calibration
+from paceline.cli.progress import Tell, progress
+from paceline.demo.assets import TASK_FOLDER, domains, load_model, read_text
+from paceline.evaluation.run import Job, evaluate
+from paceline.evaluation.subject import Subject
+from paceline.evaluation.sweep import Axes, sweep
+from paceline.evaluation.sweep_file import read_sweep
+from paceline.evaluation.tables import markdown
+from paceline.evaluation.tasks import load_tasks
+from paceline.plan import Plan
+from paceline.policy import CapacityPolicy
+from paceline.reporting.files import to_json, write_text
+from paceline.reporting.sweep_table import sweep_table
+
+TASKS = ("paceline_continuation", "paceline_copy", "paceline_passage")
+SAMPLING = Sampling(tokens=18432, batch_size=8, sequence_length=256)
+
+SHIPPED = Path(__file__).resolve().parents[1] / "src" / "paceline" / "demo" / "sweep.json"
+
+POLICIES = (
+    "capacity_factor=1.25",
+    "capacity_factor=1",
+    "capacity_factor=1,compensate=true",
+    "capacity_factor=1,expand=own_device",
+    "capacity_factor=2,unit=expert",
+    "capacity_factor=1,unit=expert",
+    "capacity_factor=1,unit=expert,compensate=true",
+    "capacity_factor=1,unit=expert,keep=random",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Quality of the demo model under caps.")
+    parser.add_argument("what", choices=("policies", "sweep"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--state", type=Path, help="folder that a killed run goes on from")
+    parser.add_argument("--calibration", type=Path, help="folder of one; made there if need be")
+    parser.add_argument("--ship", action="store_true", help="as what the demo's page shows")
+    parser.add_argument("--limit", type=int, help="samples of a task, of all texts alike")
+    parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--rank", type=int, default=16)
+    given = parser.parse_args()
+    model, tokenizer = load_model()
+    halves: list[dict[str, str]] = [{}, {}]
+    for name in domains():
+        text = read_text(name)
+        middle = len(text) // 2
+        halves[0][name], halves[1][name] = text[:middle], text[middle:]
+    with progress() as tell:
+        found = _calibration(given, model, tokenizer, halves[0], tell)
+        plan = Plan(placements=(given.devices,))
+        if given.what == "sweep":
+            result = sweep(
+                model,
+                tokenizer,
+                halves[1],
+                axes=[
+                    Axes(keeps=("score",), compensates=(False, True)),
+                    Axes(keeps=("random",), expands=(None,)),
+                ],
+                plan=plan,
+                calibration=found,
+                sampling=SAMPLING,
+                out=given.state,
+                progress=tell,
+            )
+        else:
+            policies = [CapacityPolicy.parse(each) for each in POLICIES]
+            result = evaluate(
+                Subject.of(model, tokenizer, policies, plan, found),
+                Job(
+                    halves[1],
+                    SAMPLING,
+                    tasks=load_tasks(dict.fromkeys(TASKS), [TASK_FOLDER]),
+                    limit=given.limit,
+                    task_batch=8,
+                ),
+                out=given.state,
+                progress=tell,
+            )
+    result |= {
+        "model": "demo",
+        "command": f"python benchmarks/quality.py {given.what}",
+        "rank": given.rank,
+    }
+    write_text(given.out, to_json(result), private=False)
+    if given.what == "sweep" and given.ship:
+        write_text(SHIPPED, to_json(read_sweep(given.out)), private=False)
+    print(sweep_table(result) if given.what == "sweep" else markdown(result))
+
+
+def _calibration(
+    given: argparse.Namespace, model: Any, tokenizer: Any, texts: dict[str, str], tell: Tell
+) -> Calibration:
+    if given.calibration is not None and given.calibration.is_dir():
+        return Calibration.load(given.calibration)
+    sampling = Sampling(tokens=40000, batch_size=8, sequence_length=256)
+    found = calibrate(model, tokenizer, texts, rank=given.rank, sampling=sampling, progress=tell)
+    if given.calibration is not None:
+        given.calibration.mkdir(parents=True)
+        found.save(given.calibration)
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""Tasks of lm-evaluation-harness under several policies, on the same samples in one run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from paceline.evaluation.harness import PacelineLM, Run
+from paceline.evaluation.samples import Scores, read_scores
+from paceline.evaluation.store import Store
+from paceline.evaluation.subject import Subject, judged
+from paceline.evaluation.tally import Tally
+from paceline.text import shortened
+
+Progress = Callable[[int, int, str], None]
+
+FEWSHOT_SEED = 1234  # the harness's own
+MODES = {"batched": "batches of several prompts", "solo": "every prompt alone"}
+
+
+@dataclass
+class _Run:
+    """What one policy did on all tasks.
+
+    Attributes:
+        scores: by task as named by the user.
+        tally: loads and drops.
+        truncated: prompts that were longer than the model reads.
+        harness: task -> metric -> figure, as lm-evaluation-harness sums it up.
+    """
+
+    scores: dict[str, Scores]
+    tally: Tally
+    truncated: int
+    harness: dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Tasks, loaded.
+
+    Attributes:
+        leaves: task as named by the user -> names of what it is made of.
+        tasks: name -> task of lm-evaluation-harness.
+        shots: task as named by the user -> examples in the prompt, where set.
+    """
+
+    leaves: dict[str, list[str]]
+    tasks: dict[str, Any] = field(repr=False)
+    shots: dict[str, int]
+
+
+def load_tasks(
+    names: Mapping[str, int | None], include: Sequence[Path] = (), shots: int | None = None
+) -> Chosen:
+    """Find tasks, and their data.
+
+    Args:
+        names: of tasks or groups -> examples in the prompt; None: as the task says.
+        include: folders with tasks of the user's own, looked at first.
+        shots: examples in the prompt of tasks that name no number; None: as the task says.
+
+    Raises:
+        ValueError: if there is no such task or folder, or its data can't be had.
+    """
+    from lm_eval.tasks import TaskManager
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    for folder in include:
+        if not folder.is_dir():
+            raise ValueError(f"there is no folder {folder} with tasks.")
+    manager = TaskManager(include_path=list(include), include_defaults=False)
+    if any(name not in manager.all_tasks for name in names):
+        manager = TaskManager(include_path=list(include))  # all of the harness's: many seconds
+    for name in names:
+        if name not in manager.all_tasks:
+            near = [each for each in manager.all_tasks if name[:4].lower() in each.lower()][:3]
+            hint = f"; near it are {', '.join(near)}" if near else ""
+            raise ValueError(f"there is no task {name} in lm-evaluation-harness{hint}.")
+    chosen = Chosen({}, {}, {})
+    for name, own in names.items():
+        loaded = _load(manager, name)
+        if shared := set(loaded) & set(chosen.tasks):
+            raise ValueError(f"the task {min(shared)} is named twice: allowed is once.")
+        number = shots if own is None else own
+        for task in loaded.values():
+            if number is not None:
+                task.set_config(key="num_fewshot", value=number)
+            elif task.get_config("num_fewshot") is None:
+                task.set_config(key="num_fewshot", value=0)
+        chosen.leaves[name] = list(loaded)
+        chosen.tasks.update(loaded)
+        chosen.shots[name] = next(iter(loaded.values())).get_config("num_fewshot")
+    return chosen
+
+
+def _load(manager: Any, name: str) -> dict[str, Any]:
+    try:
+        loaded: dict[str, Any] = manager.load([name])["tasks"]
+    except (MemoryError, KeyboardInterrupt):
+        raise
+    except Exception as error:  # what is raised differs with what is missing
+        said = shortened(" ".join(str(error).split()) or type(error).__name__, 200)
+        if isinstance(error, ConnectionError | TimeoutError) or " Hub" in said:
+            raise ValueError(
+                f"the data of the task {name} can't be had: {said}. It is fetched from the Hugging "
+                "Face hub once and read from its cache from then on; tasks of your own need none "
+                "(--include-path)."
+            ) from error
+        raise ValueError(f"the task {name} can't be loaded: {said}") from error
+    if not loaded:
+        raise ValueError(f"the task {name} is empty.")
+    return loaded
+
+
+def judge_tasks(
+    subject: Subject,
+    chosen: Chosen,
+    store: Store,
+    *,
+    limit: int | None = None,
+    batch_size: int = 16,
+    solo: bool = False,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Answer the tasks under every policy; JSON-able.
+
+    Args:
+        subject: the model and its policies.
+        chosen: tasks.
+        store: of batches that have been computed.
+        limit: samples of each task, the first ones; None: all.
+        batch_size: prompts a batch.
+        solo: also answer every prompt alone, to see what sharing a batch does.
+        progress: told after every batch.
+
+    Raises:
+        ValueError: if the model can't be run on a task.
+    """
+    from paceline.evaluation.task_results import described
+
+    modes = {"batched": batch_size, **({"solo": 1} if solo and batch_size > 1 else {})}
+    lm = PacelineLM(
+        subject.model,
+        plan=subject.plan,
+        calibration=subject.calibration,
+        tokenizer=subject.tokenizer,
+        batch_size=batch_size,
+    )
+    lm.quiet = True
+    runs: dict[str, dict[str, _Run]] = {mode: {} for mode in modes}
+    steps = _Steps(len(modes) * len(subject.policies), chosen, progress)
+    fingerprint = subject.fingerprint()
+    try:
+        for name, policy in subject.policies.items():
+            lm.pace.policy = policy
+            for mode, rows in modes.items():
+                lm.batch_size_per_gpu = rows
+                steps.start(f"{MODES[mode]}: {name}")
+                runs[mode][name] = _answer(lm, chosen, store, fingerprint, limit, steps)
+                steps.end()
+    finally:
+        lm.pace.detach()
+    return {
+        "harness_version": version("lm_eval"),
+        "limit": limit,
+        "batch_size": batch_size,
+        "tasks": {name: {"shots": chosen.shots[name]} for name in chosen.leaves},
+        "modes": {
+            mode: {
+                "label": MODES[mode],
+                "policies": described(of_policy, runs.get("solo") if mode != "solo" else None),
+            }
+            for mode, of_policy in runs.items()
+        },
+    }
+
+
+class _Steps:
+    """Tells how far a number of runs over the same tasks is, in requests."""
+
+    def __init__(self, runs: int, chosen: Chosen, tell: Progress | None) -> None:
+        self._runs, self._chosen, self._tell = runs, chosen, tell
+        self._run, self._done, self._what = -1, 0, ""
+
+    def start(self, what: str) -> None:
+        """The next run begins."""
+        self._run, self._done, self._what = self._run + 1, 0, what
+
+    def add(self, requests: int) -> None:
+        """Some requests more are answered."""
+        if self._tell is None:
+            return
+        total = self._total()
+        self._done = min(self._done + requests, total - 1)  # a long text is several
+        self._tell(self._run * total + self._done, self._runs * total, self._what)
+
+    def end(self) -> None:
+        """The run has ended."""
+        if self._tell is not None:
+            total = self._total()
+            self._tell((self._run + 1) * total, self._runs * total, self._what)
+
+    def _total(self) -> int:
+        """Requests of one run."""
+        return sum(len(task.instances) for task in self._chosen.tasks.values())
+
+
+def _answer(
+    lm: PacelineLM,
+    chosen: Chosen,
+    store: Store,
+    fingerprint: str,
+    limit: int | None,
+    steps: _Steps,
+) -> _Run:
+    from lm_eval.evaluator import evaluate
+
+    total = Tally()
+
+    def around(batch: list[Any], run: Run) -> list[Any]:
+        nonlocal total
+        found = judged(lm.pace, store, fingerprint, batch, lambda: {"answers": run()})
+        total += Tally.from_dict(found["tally"])
+        steps.add(len(batch) - 1)
+        answers: list[Any] = found["answers"]
+        return answers
+
+    lm.around_batch, lm.truncated = around, 0
+    for task in chosen.tasks.values():
+        task.set_fewshot_seed(seed=FEWSHOT_SEED)  # the same examples in every run
+    try:
+        result = evaluate(
+            lm=lm,
+            task_dict={"tasks": chosen.tasks, "groups": {}},
+            limit=limit,
+            bootstrap_iters=0,
+        )
+    except AssertionError as error:  # how the harness says that a prompt doesn't fit
+        raise ValueError(f"a task doesn't fit the model: {error or 'an empty text'}") from error
+    samples = result["samples"]
+    return _Run(
+        {name: read_scores(name, leaves, samples) for name, leaves in chosen.leaves.items()},
+        total,
+        lm.truncated,
+        {
+            task: {
+                key: float(value)
+                for key, value in figures.items()
+                if "," in key and "stderr" not in key and isinstance(value, (int, float))
+            }
+            for task, figures in result["results"].items()
+        },
+    )

@@ -1,0 +1,89 @@
+"""Which experts `max_active` lets a device read: tables that never change, exact sums of weights.
+
+Sums of floats depend on their order, and so on the backend and on who shares a batch. Weights are
+therefore taken as multiples of a power of two so small that it hardly ever rounds a float32, and
+added up as integers.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from functools import lru_cache
+from math import ceil
+
+from paceline.placement import ExpertPlacement
+from paceline.routing.capacity import MAX_TOKENS
+
+WEIGHT_LIMIT = 128.0
+"""Weights count as at most this, either way; routers scale theirs to 16 at most. NaN counts 0."""
+
+
+def most_active(max_active: int | float, hosted: int) -> int:
+    """How many of the experts that a device hosts it may read, exact.
+
+    Args:
+        max_active: of the policy, experts or a share of those hosted.
+        hosted: experts of the device.
+
+    >>> most_active(0.5, 5), most_active(2, 5)
+    (3, 2)
+    """
+    if isinstance(max_active, int):
+        return min(max_active, hosted)
+    return ceil(Fraction(str(max_active)) * hosted)
+
+
+class Hosts:
+    """The devices that host any expert. Made by `hosts_of`, which keeps it.
+
+    Attributes:
+        experts: [hosts, most] their experts, ascending; E where a device has no more.
+        places: [hosts] how many of them may get any token.
+        most: experts of the largest device.
+    """
+
+    def __init__(self, placement: ExpertPlacement, max_active: int | float) -> None:
+        self.most = max(placement.sizes)
+        filled = [device for device, size in enumerate(placement.sizes) if size]
+        self.experts = tuple(
+            (*own, *[placement.num_experts] * (self.most - len(own)))
+            for own in map(placement.experts_of, filled)
+        )
+        self.places = tuple(most_active(max_active, placement.sizes[d]) for d in filled)
+
+
+@lru_cache(maxsize=256)
+def hosts_of(placement: ExpertPlacement, max_active: int | float) -> Hosts:
+    """The devices under this placement, and how many experts each may read."""
+    return Hosts(placement, max_active)
+
+
+def weight_unit(tokens_needed: int, k: int) -> float:
+    """How many units a weight of 1 is: sums over fewer than so many tokens stay below 2 ** 62.
+
+    Args:
+        tokens_needed: the fewest tokens of a forward that max_active doesn't rule.
+        k: experts a token.
+
+    >>> weight_unit(64, 8) == 2.0**45
+    True
+    """
+    assignments = min(tokens_needed, MAX_TOKENS) * k
+    return 2.0 ** (62 - 7 - assignments.bit_length())
+
+
+def rows_spared(max_active: int | float | None, placement: ExpertPlacement | None, k: int) -> int:
+    """So few rows that they can't want more experts of any device than it may read.
+
+    Args:
+        max_active: of the policy.
+        placement: of the experts; None: every expert is a device of its own.
+        k: experts a token.
+
+    >>> rows_spared(6, ExpertPlacement.contiguous(16, 2), k=2)
+    3
+    """
+    if max_active is None or placement is None:
+        return MAX_TOKENS
+    allowed = [(n, most_active(max_active, n)) for n in set(placement.sizes)]
+    return min((most // min(k, n) for n, most in allowed if most < n), default=MAX_TOKENS)
