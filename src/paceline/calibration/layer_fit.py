@@ -44,7 +44,7 @@ def fit_layer(
     down = torch.zeros(count, rank, hidden, dtype=torch.bfloat16)
     ranks = torch.zeros(count, dtype=torch.int64)
     loads = torch.zeros(texts, count, dtype=torch.int64)
-    norm, residual, spread = torch.zeros(3, count)
+    norm, residual = torch.zeros(2, count)
     # of outputs, and what stand-ins leave of it of texts that they were not fitted to
     energy, left = torch.zeros(2, texts, count, dtype=torch.float64)
     for expert in range(count):
@@ -63,7 +63,6 @@ def fit_layer(
         if len(seen.x):
             norm[expert] = _mean_norm(seen.y)
             residual[expert] = _mean_norm(_left(seen, found))
-            spread[expert] = float(whole.xx.trace()) / max(1, whole.rows)
         bias[expert], mean[expert], ranks[expert] = found.bias, found.mean, found.rank
         up[expert, :, : found.rank], down[expert, : found.rank] = found.up, found.down
         step()
@@ -84,7 +83,6 @@ def fit_layer(
         loads=loads,
         output_norm=norm,
         residual_norm=residual,
-        spread=spread,
         explained_by_expert=_share(energy.sum(0), left.sum(0)).float(),
     )
 

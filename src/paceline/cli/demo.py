@@ -72,14 +72,14 @@ def _show(results: Mapping[str, Any], out: Path) -> None:
         console.print(f"- {line}", markup=False)
     for kind, words in KINDS.items():
         table = Table(
-            title=words.capitalize(),
+            title=f"{words.capitalize()} (speed-up: emulated)",
             title_justify="left",
             box=box.SIMPLE,
             pad_edge=False,
             collapse_padding=True,
         )
         table.add_column("policy", no_wrap=True)
-        for name in ("perplexity", "dropped", "busiest device", "emulated speed-up"):
+        for name in ("perplexity", "dropped", "busiest", "speed-up"):
             table.add_column(name, justify="right")
         for row in results["policies"]:
             part = row[kind]
