@@ -20,15 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from paceline import CapacityPolicy, attach
+from paceline.batches import Batch, cut, separate
 from paceline.calibration.file import Calibration
 from paceline.cli.progress import progress
 from paceline.demo.assets import CALIBRATION_FOLDER, domains, load_model, read_text
 from paceline.demo.plan import DEVICES
 from paceline.demo.study import balance, drops, flat, run_policy
-from paceline.evaluation.batches import Batch, cut, separate
+from paceline.environment import environment
 from paceline.evaluation.perplexity import Losses, as_dict, change
-from paceline.reporting.environment import environment
-from paceline.reporting.files import to_json, write_text
+from paceline.files import to_json, write_text
 
 KEEPS = ("", ",compensate=true", ",compensate=true,keep=contribution")
 ROWS = (

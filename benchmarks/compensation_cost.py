@@ -27,8 +27,8 @@ from paceline.calibration.identity import LayerIdentity
 from paceline.calibration.layer import LayerCalibration
 from paceline.calibration.layer_fit import RIDGE_EXPERTS, fit_layer
 from paceline.calibration.rows import Rows, Seen
-from paceline.reporting.environment import environment
-from paceline.reporting.files import to_json, write_text
+from paceline.environment import environment
+from paceline.files import to_json, write_text
 
 HIDDEN, WIDTH, EXPERTS, K, RANK, DEVICES = 2048, 1024, 64, 8, 16, 8
 POLICY = "capacity_factor=0.87,min_expert_load=0"

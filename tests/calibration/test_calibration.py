@@ -18,15 +18,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 import tiny_models
 from helpers import fingerprint, model_of
 
-from paceline.analysis.observe import Sampling, make_batches
 from paceline.analysis.placement_search import Shape, search_map
+from paceline.batches import Batch, Sampling, make_batches
 from paceline.calibration.collect import calibrate
 from paceline.calibration.file import FILE, Calibration, CalibrationError
 from paceline.calibration.fit import ROWS_PER_RANK, fit
 from paceline.calibration.layer_fit import RIDGES
 from paceline.calibration.moments import Moments
 from paceline.cli.app import app
-from paceline.evaluation.batches import Batch
 
 
 class Letters:

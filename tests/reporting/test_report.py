@@ -23,8 +23,8 @@ from paceline.analysis.cap_study import GAMMAS, cap_study
 from paceline.analysis.cap_words import way_of
 from paceline.analysis.traffic import picked
 from paceline.cli.app import app
+from paceline.environment import environment
 from paceline.plan import Plan
-from paceline.reporting.environment import environment
 from paceline.reporting.trace_figures import plotly_figures, trace_figures, write_figures
 from paceline.reporting.trace_page import report_page
 from paceline.traces import sample, save_trace

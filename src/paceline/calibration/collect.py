@@ -7,7 +7,7 @@ of experts are looked at, so that any layer which `attach` handles can be calibr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,17 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.analysis.observe import Sampling, make_batches
+from paceline.batches import Batch, Sampling, check_length, make_batches
 from paceline.calibration.file import Calibration
 from paceline.calibration.identity import LayerIdentity
 from paceline.calibration.layer import LayerCalibration
 from paceline.calibration.layer_fit import FOLDS, fit_layer
 from paceline.calibration.rows import Rows, Seen
 from paceline.calibration.unfinished import Unfinished
-from paceline.evaluation.batches import Batch, check_length
 from paceline.numbers import check_count
-
-Progress = Callable[[int, int, str], None]
+from paceline.progress import Progress
 
 MEMORY = 2 << 30
 """Bytes for the inputs of layers, beside the model and one expert's rows."""

@@ -65,7 +65,7 @@ def calibrate(
 
     texts = read_texts(text or [], model)
 
-    from paceline.analysis.observe import Sampling
+    from paceline.batches import Sampling
     from paceline.calibration.collect import calibrate as run
     from paceline.calibration.unfinished import FOLDER, remove
     from paceline.cli.progress import progress
@@ -91,7 +91,7 @@ def calibrate(
     remove(out / FOLDER)
     result = _result(found, path, None if plan is None else out / PLAN)
     if json:
-        from paceline.reporting.files import to_json
+        from paceline.files import to_json
 
         typer.echo(to_json(result), nl=False)
     else:
