@@ -152,7 +152,11 @@ def overall(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     )
     result["dropped_share"] = sum(layer["dropped"] for layer in layers) / max(1, sum(weights))
     result["forwards"] = sum(layer["forwards"] for layer in layers)
-    result["capped_forwards"] = sum(layer["capped_forwards"] for layer in layers)
+    for name in ("capped_forwards", "narrowed_forwards", "tokens_without_expert"):
+        result[name] = sum(layer[name] for layer in layers)
+    for when in ("before", "after"):  # a mean over forwards and layers
+        read = [layer[f"most_active_experts_{when}"] for layer in layers]
+        result[f"most_active_experts_{when}"] = sum(read) / len(read)
     return result
 
 
