@@ -330,6 +330,13 @@ def test_a_plan_file_is_shown_beside_the_caps(tmp_path: Path) -> None:
     assert found["plan"]["gain"] == wanted["gain"]
 
 
+def test_a_plan_file_alone_names_no_trace(tmp_path: Path) -> None:
+    Plan(placements=(8,)).save(tmp_path / "plan.toml")
+    ran = run(tmp_path / "plan.toml", "--json")
+    assert ran.exit_code == 2
+    assert "names no trace" in ran.stderr
+
+
 def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
     broken = tmp_path / "plan.json"
     broken.write_text('{"schema": "paceline-plan/1", "trace": "x"', encoding="utf-8")

@@ -153,13 +153,18 @@ def _planned(source: str) -> dict[str, Any] | None:
     """What `paceline plan --json` said, where the source is a file of that.
 
     Raises:
-        ValueError: if it is one, but cut off.
+        ValueError: if it is one, but cut off, or a plan file, which names no trace.
     """
     import json
 
     from paceline.analysis.planner import SCHEMA
 
     path = Path(source)
+    if path.suffix == ".toml" and path.is_file():
+        raise ValueError(
+            f"{source} is a plan file, which names no trace: say paceline report TRACE --plan "
+            f"{source}."
+        )
     if not path.is_file() or path.stat().st_size > _MAX_BYTES:
         return None
     with path.open("rb") as file:
