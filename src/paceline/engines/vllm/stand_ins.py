@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.model_loader import base_loader
 
-from paceline.calibration.file import Calibration, LayerCalibration
+from paceline.calibration.file import Calibration
 from paceline.calibration.identity import LayerIdentity, of_experts, of_router
+from paceline.calibration.layer import LayerCalibration
 from paceline.engines.transformers.compensation import Compensation
 from paceline.engines.vllm.environment import CALIBRATION, Wanted, wanted
 
