@@ -95,7 +95,8 @@ class Judge:
 
             def experts(layer: str, run: Any, hidden: Tensor, ids: Tensor, w: Tensor) -> Tensor:
                 if rule is None:
-                    return run(hidden, ids, w)
+                    unchanged: Tensor = run(hidden, ids, w)
+                    return unchanged
                 scores = self.logits[layer].float().softmax(1)
                 step, order = self.steps(ids, w, scores, explained[layer], length)
                 chosen = rule(step)
@@ -104,7 +105,7 @@ class Judge:
                 k = ids.shape[1]
                 new_ids[order] = chosen.ids.reshape(-1, k)
                 new_weights[order] = chosen.weights.reshape(-1, k).to(w.dtype)
-                out = run(hidden, new_ids, new_weights)
+                out: Tensor = run(hidden, new_ids, new_weights)
                 if stand_ins and chosen.dropped.numel():
                     dropped = torch.zeros_like(ids, dtype=torch.bool)
                     dropped[order] = chosen.dropped.reshape(-1, k)

@@ -18,7 +18,7 @@ import argparse
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,7 @@ def devices_in_turn(shape: Shape, batches: list[int], rounds: int) -> list[dict[
 
 
 def results(
-    base: str, seconds: dict[str, list[float]], active: dict[str, float], batch: int
+    base: str, seconds: Mapping[str, list[float]], active: Mapping[str, float], batch: int
 ) -> list[dict[str, Any]]:
     """A row of each policy beside `base`."""
     return [

@@ -56,6 +56,13 @@ WORKS = {
         "--out", "OUT",
     ),
     "calibrate": ("calibrate", "demo", *SMALL, "--rank", "1", "--out", "OUT"),
+    "eval": (
+        "eval", "demo", *SMALL, "--compositions", "mixed", "--policy", "capacity_factor=1",
+        "--out", "OUT",
+    ),
+    "sweep": (
+        "sweep", "demo", *SMALL, "--factors", "1", "--units", "device", "--out", "OUT",
+    ),
     "bench": (
         "bench", "model", "--sequences", "2", "--prompt-tokens", "16", "--new-tokens", "2",
         "--rounds", "1", "--out", "OUT.json", "--plot", "OUT.html",
@@ -121,6 +128,9 @@ def verbs(path: Path, text: Path, out: Path) -> Iterator[tuple[str | Path, ...]]
     yield "loads", SAMPLE, "--placement", path
     yield "record", path, "--text", text, "--out", out
     yield "calibrate", path, "--text", text, "--out", out
+    yield "eval", path, "--text", text
+    yield "eval", "demo", "--text", text, "--policy", "capacity_factor=1", "--plan", path
+    yield "sweep", "demo", "--text", text, "--calibration", path
     yield "place", path, "--out", out
     yield "plan", SAMPLE, "--model-config", path
     yield "plan", SAMPLE, "--model-config", path, "--hardware", path

@@ -62,6 +62,9 @@ def answers(llm: LLM, tokens: int = 8, of: list[Any] | None = None) -> Answer:
 
 def stock_answers(model: str, **settings: Any) -> Answer:
     """What vLLM says before the plugin makes any of its routers."""
+    from vllm.model_executor.layers.fused_moe import layer as moe_layer
+
+    assert not hasattr(moe_layer.create_fused_moe_router, "paceline"), "the plugin is in already"
     llm = start(model, **settings)
     said = answers(llm)
     del llm

@@ -34,6 +34,7 @@ class Costs:
         bytes: [layers] bytes that all devices send.
         receive_bytes: [layers] most bytes that a device ever receives in a dispatch.
         lost: [layers] share of the gate mass dropped; of the assignments, where it is unknown.
+        most_active: experts with a row on the device with the most, mean over batches and layers.
         dropped_share: over layers and batches.
         gate_mass_lost: likewise; None: unknown.
     """
@@ -44,6 +45,7 @@ class Costs:
     bytes: list[float] = field(default_factory=list)
     receive_bytes: list[float] = field(default_factory=list)
     lost: list[float] = field(default_factory=list)
+    most_active: float = 0.0
     dropped_share: float = 0.0
     gate_mass_lost: float | None = None
 
@@ -54,6 +56,7 @@ class Costs:
             "stages": {name: sum(each) * 1e6 for name, each in self.stages.items()},
             "bytes_sent": sum(self.bytes),
             "receive_buffer_bytes": max(self.receive_bytes),
+            "most_active_experts": self.most_active,
             "dropped_share": self.dropped_share,
             "gate_mass_lost": self.gate_mass_lost,
             "layers": [seconds * 1e6 for seconds in self.seconds],
@@ -135,6 +138,7 @@ def plan_costs(
             costs.lost.append(lost(result["layers"][layer]))
             for stage in STAGES:
                 costs.stages[stage].append(float(cost.seconds[stage].mean()))
+        costs.most_active = result["overall"]["most_active_experts"]
         costs.dropped_share = result["overall"]["dropped_share"]
         costs.gate_mass_lost = result["overall"]["gate_mass_lost"]
         out[name] = costs

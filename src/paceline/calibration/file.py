@@ -156,7 +156,7 @@ class Calibration:
             for index, layer in enumerate(self.layers)
             for name, tensor in layer.tensors().items()
         }
-        with whole_file(path, private=True) as file:
+        with whole_file(path) as file:
             save_file(tensors, file, {_HEADER: json.dumps(header)})
         return path
 
@@ -178,7 +178,7 @@ class Calibration:
             ) from None
         except OSError as error:
             raise CalibrationError(f"{path} can't be read: {error.strerror or error}.") from None
-        except (SafetensorError, KeyError, ValueError) as error:
+        except (SafetensorError, KeyError, ValueError, RecursionError) as error:
             raise CalibrationError(f"{path} is no calibration: {_line(error)}.") from None
         if not isinstance(header, dict) or header.get("schema") != SCHEMA:
             raise CalibrationError(f"{path} is no calibration of the form {SCHEMA}.")

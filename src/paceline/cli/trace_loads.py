@@ -130,11 +130,12 @@ def _show(result: Mapping[str, Any]) -> None:
             "-" if active is None else f"{active['mean']:.1f}/{layer['experts']}",
         )
     console.print(table)
+    most = result["overall"].get("most_active_experts")
     tokens = "" if result["tokens"] is None else f"{result['tokens']:,} tokens, "
     console.print(
         f"{batches_said(result)}, {tokens}{result['devices']} devices. Mean: weighted by time. "
         "Pooled: all batches as one. Expert: busiest expert / mean. Active: experts with a row, a "
-        "batch's mean.",
+        "batch's mean" + ("." if most is None else f"; the device with the most has {most:.1f}."),
         markup=False,
     )
     if len(result["groups"]) > 1:

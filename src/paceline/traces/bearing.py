@@ -24,7 +24,7 @@ def keeps_of(trace: Trace) -> tuple[str, ...]:
     first = next(iter(trace.chunks), None)
     weighed = first is not None and first.weights is not None
     scored = first is not None and (first.topk_scores is not None or first.scores is not None)
-    lacking = set()
+    lacking = {"contribution"}  # norms of outputs are a calibration's
     if not weighed:
         lacking.add("weight")
     if not scored and not (weighed and trace.header.scores_are_weights):
@@ -69,8 +69,15 @@ def check_bearing(trace: Trace, policy: CapacityPolicy, what: str) -> None:
             f"{what}: pool={policy.pool!r} needs the token_{policy.pool} of every token, which "
             f"{trace.where} doesn't hold: allowed are {', '.join(pools)}."
         )
-    if policy.keep in KEEPS and policy.keep not in (keeps := keeps_of(trace)):
-        lacking = "weights" if policy.keep == "weight" else "scores"
+    keeps = keeps_of(trace)
+    if policy.max_active is not None and "weight" not in keeps:
+        raise ValueError(
+            f"{what}: max_active={policy.max_active} needs weights, which {trace.where} doesn't "
+            "hold: it keeps the experts with the largest sum of them."
+        )
+    if policy.factor is not None and policy.keep in KEEPS and policy.keep not in keeps:
+        needed = {"weight": "weights", "contribution": "the norms of a calibration"}
+        lacking = needed.get(policy.keep, "scores")
         raise ValueError(
             f"{what}: keep={policy.keep!r} needs {lacking}, which {trace.where} doesn't hold: "
             f"allowed are {', '.join(keeps)}."

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
@@ -79,7 +80,8 @@ class TraceWriter:
                 "batches must be smaller, or of choices instead of scores."
             )
         metadata = {CHUNK_KEY: self.header.identity, "chunk": str(self.chunks)}
-        self._put(chunk_name(self.chunks), lambda path: save_file(tensors, path, metadata))
+        with self._whole_file(chunk_name(self.chunks)) as file:
+            save_file(tensors, file, metadata)
         self.chunks += 1
 
     def describe(self, layers: Sequence[Layer]) -> None:
@@ -106,13 +108,15 @@ class TraceWriter:
 
     def _write_header(self) -> None:
         text = self.header.model_dump_json(indent=1) + "\n"
-        self._put(HEADER, lambda path: path.write_text(text, encoding="utf-8"))
+        with self._whole_file(HEADER) as file:
+            file.write_text(text, encoding="utf-8")
 
-    def _put(self, name: str, write: Callable[[Path], object]) -> None:
-        """Write a file whole, or say which disk doesn't take it."""
+    @contextmanager
+    def _whole_file(self, name: str) -> Iterator[Path]:
+        """`whole_file`, which says which disk doesn't take it."""
         try:
             with whole_file(self.folder / name) as file:
-                write(file)
+                yield file
         except OSError as error:
             reason = error.strerror or error
             raise TraceError(f"{self.folder / name} can't be written: {reason}.") from None
