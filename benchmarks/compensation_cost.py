@@ -109,7 +109,9 @@ def time_fit(experts: int) -> dict[str, Any]:
     ids = torch.arange(experts).repeat(each).unsqueeze(1)
     text = torch.arange(len(x)) * 4 // len(x)
     device = torch.device("cpu")
-    rows = Rows(Seen(run, [x], [ids], torch.float32, device), layer, text, text)
+    metric = torch.rand(ids.shape)
+    seen = Seen(run, [x], [ids], [metric], torch.float32, device)
+    rows = Rows(seen, layer, text, text, torch.zeros_like(text))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start, ends = time.process_time(), []
     fit_layer(rows, RANK, 4, None, lambda: ends.append(time.process_time()))
