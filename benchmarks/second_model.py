@@ -27,8 +27,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
 from paceline import CapacityPolicy, attach
-from paceline.analysis.observe import Sampling
-from paceline.batches import cut, separate
+from paceline.batches import Sampling, cut, separate
 from paceline.calibration.collect import calibrate
 from paceline.cli.progress import progress
 from paceline.demo.assets import domains, load_model, read_text
