@@ -21,7 +21,7 @@ from made_up_calibration import made_up
 from paceline import CapacityPolicy, attach
 from paceline.calibration.file import Calibration, CalibrationError
 from paceline.calibration.layer import LayerCalibration
-from paceline.engines.transformers.compensation import Compensation
+from paceline.engines.compensation import Compensation
 from paceline.plan import Plan
 
 CAP = "capacity_factor=1,unit=expert,min_expert_load=0"
@@ -177,11 +177,14 @@ def test_both_ways_of_computing_it_are_the_formula(
     shaped = compensation(out[None], x[None], ids, weights, dropped)
     with patch("torch.compiler.is_compiling", return_value=True):
         static = compensation(out, x, ids, weights, dropped, tell)
+    by_kernels = compensation._sorted(
+        out, x, compensation._local[torch.where(dropped, ids, -1)], weights, tell
+    )
     for distance, count in told:
         assert (distance, count) == (pytest.approx(sum(far), rel=1e-3, abs=1e-6), len(far))
     mine = [own is None or int(e) in own for e in ids[dropped]]
-    assert len(told) == (2 if any(mine) else 1)
-    for got in (flat, shaped[0], static):
+    assert len(told) == (3 if any(mine) else 2)
+    for got in (flat, shaped[0], static, by_kernels):
         np.testing.assert_allclose(got.numpy(), want, rtol=1e-4, atol=1e-4)
         same = ~dropped.any(1)
         assert torch.equal(got[same], out[same])

@@ -191,7 +191,7 @@ def test_a_prompt_in_two_parts(package: str) -> None:
 @pytest.mark.parametrize("package", [p for p in CONTINUE if p != "gemma4"])  # refuses them itself
 def test_embeddings_alone_are_told_by_labels_or_refused(package: str) -> None:
     model, prompt = whole.build(package), whole.prompt(package, image=(2, 0, 1))
-    given = whole.embedded(model, package, prompt)
+    given = whole.embedded(model, prompt)
     with attach(model, CAP), torch.no_grad(), pytest.raises(RuntimeError, match="token_modality"):
         model(**given)
     labels = {"token_modality": prompt.types}

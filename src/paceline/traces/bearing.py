@@ -69,9 +69,15 @@ def check_bearing(trace: Trace, policy: CapacityPolicy, what: str) -> None:
             f"{what}: pool={policy.pool!r} needs the token_{policy.pool} of every token, which "
             f"{trace.where} doesn't hold: allowed are {', '.join(pools)}."
         )
-    if policy.keep in KEEPS and policy.keep not in (keeps := keeps_of(trace)):
-        needs = {"weight": "weights", "contribution": "the norms of a calibration"}
-        lacking = needs.get(policy.keep, "scores")
+    keeps = keeps_of(trace)
+    if policy.max_active is not None and "weight" not in keeps:
+        raise ValueError(
+            f"{what}: max_active={policy.max_active} needs weights, which {trace.where} doesn't "
+            "hold: it keeps the experts with the largest sum of them."
+        )
+    if policy.factor is not None and policy.keep in KEEPS and policy.keep not in keeps:
+        needed = {"weight": "weights", "contribution": "the norms of a calibration"}
+        lacking = needed.get(policy.keep, "scores")
         raise ValueError(
             f"{what}: keep={policy.keep!r} needs {lacking}, which {trace.where} doesn't hold: "
             f"allowed are {', '.join(keeps)}."

@@ -112,7 +112,7 @@ class Pace:
             on_cpu = layer.modules.device.type == "cpu"
             layer.loads.min_expert_load = rule.min_expert_load[on_cpu] if rule.routes else None
         self._warned = False
-        self._watch_routers([rule.routes for rule in rules])
+        self._watch_routers([rule.scores for rule in rules])
         self._running.follow(rules)
 
     def _watch_routers(self, wanted: Sequence[bool]) -> None:
@@ -123,8 +123,8 @@ class Pace:
         everybody = self._running.watched_facts.scores
         self._running.before_forward = tuple(
             layer.watch_router
-            for layer, capped in zip(self._layers, wanted, strict=True)
-            if (layer.scoring.rule is not None and (capped or everybody)) or not layer.ran_block
+            for layer, scored in zip(self._layers, wanted, strict=True)
+            if (layer.scoring.rule is not None and (scored or everybody)) or not layer.ran_block
         )
         for watch_router in self._running.before_forward:
             watch_router()
@@ -192,7 +192,7 @@ class Pace:
         def change(watchers: tuple[tuple[Watcher, Facts], ...]) -> None:
             # first routers are listened to, for the forward that begins in another thread
             running.watched_facts = Facts.union(*(asked for _, asked in watchers))
-            self._watch_routers([rule.routes for rule in running.rules])
+            self._watch_routers([rule.scores for rule in running.rules])
             running.watchers = watchers
 
         def end() -> None:

@@ -13,8 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.calibration.identity import LayerIdentity, of_experts, of_router
 from paceline.calibration.layer import LayerCalibration
+from paceline.engines.compensation import Compensation
 from paceline.engines.facts import Facts
-from paceline.engines.transformers.compensation import Compensation
 from paceline.engines.transformers.context import ForwardContext
 from paceline.engines.transformers.execution import Execution
 from paceline.engines.transformers.forwards import (
@@ -214,7 +214,7 @@ class AttachedLayer:
             if not watchers
             else Facts.union(rule.facts, *(asked for _, asked in watchers))
         )
-        inputs = self._inputs(context, facts, rule.policy, ids, weights, router)
+        inputs = self._inputs(context, facts, rule, ids, weights, router)
         assignment = self._route(inputs, rule.policy)
         with torch.no_grad():
             if rule.routes:
@@ -288,20 +288,19 @@ class AttachedLayer:
         self,
         context: ForwardContext,
         facts: Facts,
-        policy: CapacityPolicy,
+        rule: LayerRule,
         ids: Tensor,
         weights: Tensor,
         router: tuple[Tensor, Any] | None,
     ) -> RoutingInputs:
-        rows = ids.shape[0]
+        rows, policy = ids.shape[0], rule.policy
 
         def told(per_token: Tensor | None) -> Any:
             return context.rows_of(per_token, rows, self.name)
 
         scores = source = position = None
         # not every policy ranks by scores, but all with a factor are told what share they kept
-        capped = policy.caps and policy.capacity_factor is not None
-        if self.scoring.rule is not None and (capped or facts.scores):
+        if self.scoring.rule is not None and (rule.scores or facts.scores):
             if router is None:
                 raise RuntimeError(f"layer {self.name}: its experts ran before its router.")
             scores = self.scoring(*router, rows)

@@ -37,6 +37,11 @@ class LayerRule:
     together: bool
     routes: bool
 
+    @property
+    def scores(self) -> bool:
+        """Whether routing is told gate scores: all caps with a factor are, as what they keep."""
+        return self.routes and self.policy.capacity_factor is not None
+
     def stays_out(self, context: ForwardContext | None, rows: int, on_cpu: bool) -> bool:
         """Whether it is certain on the host that nothing will be capped."""
         if not self.routes:
