@@ -96,7 +96,8 @@ class _Judge:
 
     def __init__(self, model: Any, batches: list[Batch], total: int, tell: Any) -> None:
         self._model, self._batches, self._total, self._tell = model, batches, total, tell
-        self._done, self._base = 0, None
+        self._done = 0
+        self._base: Losses | None = None
 
     def of(self, found: Calibration) -> list[dict[str, Any]]:
         """The rows of one calibration."""

@@ -100,7 +100,8 @@ def time_fit(experts: int) -> dict[str, Any]:
 
     def run(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         gate, up = x @ weight[0], x @ weight[1]
-        return (torch.nn.functional.silu(gate) * up) @ weight[2].T
+        out: Tensor = (torch.nn.functional.silu(gate) * up) @ weight[2].T
+        return out
 
     names = {expert: str(expert) for expert in range(experts)}
     layer = LayerIdentity("layer", 1, experts, "router", names)
