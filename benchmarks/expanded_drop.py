@@ -11,14 +11,14 @@ import argparse
 from pathlib import Path
 
 from paceline import CapacityPolicy, attach
+from paceline.batches import cut, separate
 from paceline.cli.progress import progress
 from paceline.demo.assets import domains, load_model, read_text
 from paceline.demo.plan import DEVICES
 from paceline.demo.study import balance, drops, flat, run_policy
-from paceline.evaluation.batches import cut, separate
+from paceline.environment import environment
 from paceline.evaluation.perplexity import as_dict, change
-from paceline.reporting.environment import environment
-from paceline.reporting.files import to_json, write_text
+from paceline.files import to_json, write_text
 
 POLICIES = (
     # extras without a drop: what a further expert does by itself

@@ -27,13 +27,13 @@ from pictures import CATEGORIES, IGNORED, Conversations, clothes, conversations
 from torch import Tensor
 
 from paceline import CapacityPolicy, attach
+from paceline.batches import Batch
 from paceline.calibration.collect import calibrate
 from paceline.cli.progress import progress
 from paceline.demo.study import balance, drops, flat
 from paceline.engines.sharing import SharedBudgetWarning
-from paceline.evaluation.batches import Batch
-from paceline.reporting.environment import environment
-from paceline.reporting.files import to_json, write_text
+from paceline.environment import environment
+from paceline.files import to_json, write_text
 
 Floats = NDArray[np.float64]
 GROUPS = {
