@@ -25,18 +25,17 @@ from active_rules import Chosen, Rule, Step
 from torch import Tensor
 
 from paceline import attach
-from paceline.analysis.observe import Sampling
+from paceline.batches import Batch, Sampling
 from paceline.calibration.collect import calibrate
 from paceline.calibration.file import Calibration
 from paceline.cli.progress import progress
 from paceline.demo.assets import domains, load_model, read_text
-from paceline.engines.transformers.compensation import Compensation
-from paceline.evaluation.batches import Batch
+from paceline.engines.compensation import Compensation
+from paceline.environment import environment
 from paceline.evaluation.perplexity import Losses, as_dict, change
-from paceline.reporting.environment import environment
-from paceline.reporting.files import to_json, write_text
+from paceline.files import to_json, write_text
 
-DEVICES, RANK = 8, 16
+DEVICES = 8
 
 
 @dataclass
@@ -195,6 +194,8 @@ ONE_DOMAIN = ("by random", "by votes", "by first votes")
 
 GOAL = {4: 2, 16: 3}
 """Batch size -> experts a device, of 4, that cut about a third and a quarter of what is read."""
+ONE_DEVICE = {4: (9, 6, 4), 16: (21, 16, 10)}
+"""Experts of all 32 on a single device, about as many as the published ways read in all."""
 
 
 def trials(batch: int) -> Iterator[tuple[str, dict[str, Any], Rule, bool]]:
@@ -203,6 +204,10 @@ def trials(batch: int) -> Iterator[tuple[str, dict[str, Any], Rule, bool]]:
     for most in (3, 2, 1):
         for stand_ins in (False, True):
             yield "max_active", {"most": most}, rules.narrow(rules.by_weight, most), stand_ins
+    for most in ONE_DEVICE[batch]:
+        for stand_ins in (False, True):
+            rule = rules.narrow(rules.by_weight, most, devices=1)
+            yield "max_active, one device", {"most": most}, rule, stand_ins
     for name, value in CHOICES.items():
         if name != "weight":
             yield f"by {name}", {"most": goal}, rules.narrow(value, goal), False
@@ -267,6 +272,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=64, help="tokens decoded a sequence")
     parser.add_argument("--prompt", type=int, default=32, help="tokens before them, left alone")
     parser.add_argument("--batches", type=int, nargs="+", default=[4, 16])
+    parser.add_argument("--rank", type=int, default=16, help="of stand-ins")
+    parser.add_argument("--families", nargs="+", help="only these, such as max_active or OEA")
     parser.add_argument("--calibration", type=Path, help="folder of one made before")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -282,7 +289,7 @@ def main() -> None:
         else:
             sampling = Sampling(tokens=40000, batch_size=8, sequence_length=256)
             found = calibrate(
-                model, tokenizer, halves[0], rank=RANK, sampling=sampling, progress=tell
+                model, tokenizer, halves[0], rank=given.rank, sampling=sampling, progress=tell
             )
             if given.calibration is not None:
                 found.save(given.calibration)
@@ -292,7 +299,7 @@ def main() -> None:
             "schema": "paceline-active-experts/1",
             "model": "demo",
             "devices": DEVICES,
-            "rank": RANK,
+            "rank": found.layers[0].down.shape[1],
             "sequences_a_text": given.sequences,
             "prompt": given.prompt,
             "decoded": given.length,
@@ -320,6 +327,8 @@ def main() -> None:
                 wanted = list(trials(batch))
                 for done, (family, setting, rule, stand_ins) in enumerate(wanted):
                     if kind == "mixed" and (family in ONE_DOMAIN or "bonus" in setting):
+                        continue
+                    if given.families and family not in given.families:
                         continue
                     tell(done, len(wanted), f"rules, {kind}, batches of {batch}")
                     start = time.perf_counter()

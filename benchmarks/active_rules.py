@@ -48,9 +48,9 @@ class Step:
         wanted = zero.scatter_add(1, flat, torch.ones_like(flat, dtype=torch.float64)) > 0
         return torch.where(wanted, total, -torch.inf)
 
-    def best(self, value: Tensor, most: int) -> Tensor:
+    def best(self, value: Tensor, most: int, devices: int | None = None) -> Tensor:
         """[steps, experts] bool: on each device the `most` of largest `value` [steps, experts]."""
-        by_device = value.view(len(value), self.devices, -1)
+        by_device = value.view(len(value), devices or self.devices, -1)
         order = by_device.argsort(dim=2, descending=True, stable=True)
         rank = order.argsort(dim=2)
         return ((rank < most) & (by_device > -torch.inf)).flatten(1)
@@ -126,9 +126,14 @@ def at_random(step: Step) -> Tensor:
     )
 
 
-def narrow(value: Callable[[Step], Tensor], most: int, renormalize: bool = False) -> Rule:
+def narrow(
+    value: Callable[[Step], Tensor],
+    most: int,
+    renormalize: bool = False,
+    devices: int | None = None,
+) -> Rule:
     """At most `most` experts a device, those of the largest value."""
-    return lambda step: keep_read(step, step.best(value(step), most), renormalize)
+    return lambda step: keep_read(step, step.best(value(step), most, devices), renormalize)
 
 
 def sticky(most: int, bonus: float) -> Rule:

@@ -9,13 +9,15 @@ One process: EMULATED devices, played in turn, of which a layer waits for the on
 longest; then a model of one such layer on one device, attached and decoding for real, also where
 the cap drops nothing. Under torchrun: the same model on real ranks that share the batch. A ratio
 is time without the cap / time with it; its bound is experts read without / with, by the device
-that reads most; everything takes turns within one run.
+that reads most; everything takes turns within one run. One core multiplies slowly, so beside it
+stands a bound that counts rows too: what an expert costs with one row, and each further row.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -31,8 +33,8 @@ from paceline.bench.machine import prepare_machine
 from paceline.bench.spread import ratios, shuffled, spread
 from paceline.bench.workload import SHAPES, Shape, build_experts, skewed_workload
 from paceline.engines.transformers.expert_parallel import place_experts
-from paceline.reporting.environment import environment
-from paceline.reporting.files import to_json, write_text
+from paceline.environment import environment
+from paceline.files import to_json, write_text
 
 DEVICES = 8
 
@@ -79,6 +81,7 @@ def said(row: dict[str, Any]) -> str:
         f"experts {row['active_before']:.2f} to {row['active_after']:.2f}, bound {bound:.2f}, "
         f"ratio {ratio['median']:.3f} (from {ratio['min']:.3f} to {ratio['max']:.3f}), "
         f"{ratio['median'] / bound:.2f} of the bound"
+        + (f" (rows counted: {row['bound_with_rows']:.2f})" if "bound_with_rows" in row else "")
     )
 
 
@@ -90,13 +93,18 @@ def devices_in_turn(shape: Shape, batches: list[int], rounds: int) -> list[dict[
     for batch in batches:
         given = skewed_workload(shape, batch, 1.3, placement)
         inputs = given.gate(given.hidden)
-        work, active = {}, {}
+        work, active, costs = {}, {}, {}
+        first, further = cost_of_rows(experts, given.hidden, placement)
         for most in [None, *sorted({hosted * 3 // 4, hosted // 2, max(1, hosted // 4)})[::-1]]:
             name = "none" if most is None else f"max_active={most}"
             policy = CapacityPolicy(max_active=most, mode="enforce" if most else "observe")
             a = route(inputs, policy, placement)
             work[name] = split_by_device(given.hidden, a.topk_ids, a.topk_weights, placement)
             active[name] = int(a.active_after.max())
+            costs[name] = max(
+                first * (n := len(torch.unique(device.ids))) + further * (device.rows - n)
+                for device in work[name]
+            )
         seconds: dict[str, list[float]] = {name: [] for name in work}
         with torch.inference_mode():
             for turn in range(rounds + 1):
@@ -104,8 +112,27 @@ def devices_in_turn(shape: Shape, batches: list[int], rounds: int) -> list[dict[
                     slowest = max(device.run(experts)[1] for device in work[name])
                     if turn:  # the first touches everything once
                         seconds[name].append(slowest)
-        rows += results("none", seconds, active, batch)
+        for row in results("none", seconds, active, batch):
+            bound = costs["none"] / costs[row["policy"]]
+            rows.append(row | {"bound_with_rows": bound, "rows_cost": further / first})
     return rows
+
+
+def cost_of_rows(
+    experts: torch.nn.Module, hidden: torch.Tensor, placement: ExpertPlacement, many: int = 5
+) -> tuple[float, float]:
+    """Seconds of an expert with one row, and of each further row; weights out of the cache."""
+    spent: dict[int, list[float]] = {1: [], many: []}
+    with torch.inference_mode():
+        for count in (1, many, 1, many):
+            for device in range(placement.num_devices):
+                own = torch.tensor(placement.experts_of(device)).repeat_interleave(count)
+                given = hidden[torch.zeros_like(own)]
+                start = time.thread_time()
+                experts(given, own.unsqueeze(1), torch.ones(len(own), 1))
+                spent[count].append((time.thread_time() - start) * count / len(own))
+    first, with_many = (statistics.median(values) for values in spent.values())
+    return first, (with_many - first) / (many - 1)
 
 
 def results(

@@ -20,15 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from paceline import CapacityPolicy, attach
+from paceline.batches import Batch, cut, separate
 from paceline.calibration.file import Calibration
 from paceline.cli.progress import progress
 from paceline.demo.assets import CALIBRATION_FOLDER, domains, load_model, read_text
 from paceline.demo.plan import DEVICES
 from paceline.demo.study import balance, drops, flat, run_policy
-from paceline.evaluation.batches import Batch, cut, separate
+from paceline.environment import environment
 from paceline.evaluation.perplexity import Losses, as_dict, change
-from paceline.reporting.environment import environment
-from paceline.reporting.files import to_json, write_text
+from paceline.files import to_json, write_text
 
 KEEPS = ("", ",compensate=true", ",compensate=true,keep=contribution")
 ROWS = (
@@ -96,7 +96,8 @@ class _Judge:
 
     def __init__(self, model: Any, batches: list[Batch], total: int, tell: Any) -> None:
         self._model, self._batches, self._total, self._tell = model, batches, total, tell
-        self._done, self._base = 0, None
+        self._done = 0
+        self._base: Losses | None = None
 
     def of(self, found: Calibration) -> list[dict[str, Any]]:
         """The rows of one calibration."""

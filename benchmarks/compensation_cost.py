@@ -27,8 +27,8 @@ from paceline.calibration.identity import LayerIdentity
 from paceline.calibration.layer import LayerCalibration
 from paceline.calibration.layer_fit import RIDGE_EXPERTS, fit_layer
 from paceline.calibration.rows import Rows, Seen
-from paceline.reporting.environment import environment
-from paceline.reporting.files import to_json, write_text
+from paceline.environment import environment
+from paceline.files import to_json, write_text
 
 HIDDEN, WIDTH, EXPERTS, K, RANK, DEVICES = 2048, 1024, 64, 8, 16, 8
 POLICY = "capacity_factor=0.87,min_expert_load=0"
@@ -100,7 +100,8 @@ def time_fit(experts: int) -> dict[str, Any]:
 
     def run(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         gate, up = x @ weight[0], x @ weight[1]
-        return (torch.nn.functional.silu(gate) * up) @ weight[2].T
+        out: Tensor = (torch.nn.functional.silu(gate) * up) @ weight[2].T
+        return out
 
     names = {expert: str(expert) for expert in range(experts)}
     layer = LayerIdentity("layer", 1, experts, "router", names)
@@ -109,7 +110,9 @@ def time_fit(experts: int) -> dict[str, Any]:
     ids = torch.arange(experts).repeat(each).unsqueeze(1)
     text = torch.arange(len(x)) * 4 // len(x)
     device = torch.device("cpu")
-    rows = Rows(Seen(run, [x], [ids], torch.float32, device), layer, text, text)
+    metric = torch.rand(ids.shape)
+    seen = Seen(run, [x], [ids], [metric], torch.float32, device)
+    rows = Rows(seen, layer, text, text, torch.zeros_like(text))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start, ends = time.process_time(), []
     fit_layer(rows, RANK, 4, None, lambda: ends.append(time.process_time()))

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, route
 from paceline.engines.vllm.device import DeviceCap
-from paceline.reporting.environment import environment
+from paceline.environment import environment
 from paceline.routing.selection import using_backend
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -41,7 +41,7 @@ def main() -> None:
     from vllm.platforms import current_platform
 
     from paceline.bench.machine import keep_freed_memory
-    from paceline.reporting.environment import environment
+    from paceline.environment import environment
 
     torch.set_num_threads(1)
     current_platform.import_kernels()

@@ -23,6 +23,10 @@ def _result(peak: float, after: float, **more: Any) -> dict[str, Any]:
             "straggler_loss_before": 1 - 1 / peak,
             "dropped_share": 0.031,
             "capped_forwards": 5,
+            "narrowed_forwards": 0,
+            "most_active_experts_before": 3.5,
+            "most_active_experts_after": 2.0,
+            "tokens_without_expert": 3,
         },
     } | more
 
@@ -53,6 +57,18 @@ def test_a_cap_that_never_applied_says_from_where_it_would() -> None:
     assert "from a mean of 8 tokens an expert on (min_expert_load)" in line
     assert "a batch here gives 3.25" in line
     assert "no capacity_factor" in verdict(idle | {"min_expert_load": None})[1]
+
+
+def test_what_max_active_does_is_said_in_experts_read() -> None:
+    narrow = _result(1.5, 1.5, policy="max_active=2", mode="enforce")
+    narrow["overall"]["narrowed_forwards"] = 5
+    line = verdict(narrow)[1]
+    assert "drops 3.1% of the assignments" in line
+    assert "reads 2.00 instead of 3.50 a forward" in line
+    assert "all their routed experts: 3." in line
+    assert "would read 2.00" in verdict(narrow | {"mode": "shadow"})[1]
+    narrow["overall"] |= {"capped_forwards": 0, "narrowed_forwards": 0}
+    assert "max_active rules below a mean of 8 tokens" in verdict(narrow)[1]
 
 
 def test_routing_that_says_nothing_comes_first_and_nothing_is_promised() -> None:

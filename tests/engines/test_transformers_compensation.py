@@ -21,7 +21,7 @@ from made_up_calibration import made_up
 from paceline import CapacityPolicy, attach
 from paceline.calibration.file import Calibration, CalibrationError
 from paceline.calibration.layer import LayerCalibration
-from paceline.engines.transformers.compensation import Compensation
+from paceline.engines.compensation import Compensation
 from paceline.plan import Plan
 
 CAP = "capacity_factor=1,unit=expert,min_expert_load=0"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.evaluation.batches import Batch, cut, mixed, separate, tokens_by_source
+from paceline.batches import Batch, cut, mixed, separate, tokens_by_source
 from paceline.evaluation.perplexity import Losses, batch_losses, change, sequence_losses
 
 

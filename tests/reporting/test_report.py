@@ -23,8 +23,8 @@ from paceline.analysis.cap_study import GAMMAS, cap_study
 from paceline.analysis.cap_words import way_of
 from paceline.analysis.traffic import picked
 from paceline.cli.app import app
+from paceline.environment import environment
 from paceline.plan import Plan
-from paceline.reporting.environment import environment
 from paceline.reporting.trace_figures import plotly_figures, trace_figures, write_figures
 from paceline.reporting.trace_page import report_page
 from paceline.traces import sample, save_trace
@@ -328,6 +328,13 @@ def test_a_plan_file_is_shown_beside_the_caps(tmp_path: Path) -> None:
     )["plans"]["plan"]["overall"]
     assert found["plan"]["dropped_share"] == wanted["dropped_share"]
     assert found["plan"]["gain"] == wanted["gain"]
+
+
+def test_a_plan_file_alone_names_no_trace(tmp_path: Path) -> None:
+    Plan(placements=(8,)).save(tmp_path / "plan.toml")
+    ran = run(tmp_path / "plan.toml", "--json")
+    assert ran.exit_code == 2
+    assert "names no trace" in ran.stderr
 
 
 def test_bad_input_is_one_sentence(tmp_path: Path) -> None:

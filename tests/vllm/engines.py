@@ -34,6 +34,7 @@ def start(model: str, dtype: str = "float32", eager: bool = True, **more: Any) -
     """An engine whose batches are the same every time."""
     from paceline.engines.vllm.cpu_fixes import search_beside_numba
 
+    gc.collect()  # an engine that ends takes what all engines of a process share with it
     search_beside_numba()  # earlier tests route: a stock engine would not start after them
     settings: dict[str, Any] = {
         "dtype": dtype,

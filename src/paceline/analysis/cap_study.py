@@ -6,7 +6,7 @@ placement hasn't seen. Time is the planner's business.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,13 +27,12 @@ from paceline.analysis.traffic import (
 from paceline.placement import ExpertPlacement
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
+from paceline.progress import Progress
 from paceline.traces import Trace
 from paceline.traces.bearing import keeps_of
 from paceline.traces.loads import trace_loads
 from paceline.traces.simulate import simulate
 from paceline.traces.tables import load_tables
-
-Progress = Callable[[int, int, str], None]
 
 SCHEMA = "paceline-report/1"
 GAMMAS = (0.5, 0.75, 1.0, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0)

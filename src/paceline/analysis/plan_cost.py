@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,13 +14,12 @@ from paceline.analysis.cost import STAGES, LayerShape, layer_cost
 from paceline.analysis.expert_map import ExpertMap, Loads
 from paceline.analysis.hardware import Hardware
 from paceline.plan import Plan
+from paceline.progress import Progress
 from paceline.routing import Assignment
 from paceline.traces import Trace
 from paceline.traces.chunk import Chunk
 from paceline.traces.simulate import simulate
 from paceline.traces.trace import Chunks
-
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,10 +16,10 @@ from paceline.analysis.plan_goal import Goal
 from paceline.analysis.traffic import Part, count_batches, pieces_of
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
+from paceline.progress import Progress
 from paceline.traces import Trace
 from paceline.traces.bearing import keeps_of, pools_of
 
-Progress = Callable[[int, int, str], None]
 Chosen = Mapping[str, Mapping[float, list[CapacityPolicy]]]
 """Placement ("in_order" or "placed") -> budget of gate mass -> policy of each layer."""
 

@@ -8,7 +8,7 @@ mass is a proxy for quality and no more: measure quality before a cap goes into 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from paceline.analysis.expert_map import ExpertMap
@@ -30,9 +30,8 @@ from paceline.analysis.plan_words import verdict
 from paceline.analysis.traffic import Part, batches_of, count_batches, picked, spread_over
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
+from paceline.progress import Progress
 from paceline.traces import Trace
-
-Progress = Callable[[int, int, str], None]
 
 SCHEMA = "paceline-plan/1"
 MAX_BATCHES = 32

@@ -7,7 +7,7 @@ batches are handed on, not kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -16,12 +16,11 @@ import torch
 
 from paceline.analysis.expert_map import Loads
 from paceline.analysis.placement_search import MAX_PIECES, PIECE_TOKENS
+from paceline.progress import Progress
 from paceline.traces import Trace
 from paceline.traces.chunk import Chunk
 from paceline.traces.tables import load_tables
 from paceline.traces.trace import Chunks
-
-Progress = Callable[[int, int, str], None]
 
 BATCH_TOKENS = 1024
 """Tokens of a batch to judge on, where the trace's own batches were no forwards."""

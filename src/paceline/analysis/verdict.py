@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.reporting.wording import percent, times
+from paceline.wording import percent, times
 
 LITTLE = 0.05  # an average wait below this is hardly worth a cap
 
@@ -44,6 +44,8 @@ def _policy_sentence(result: Mapping[str, Any], peak: float, degenerate: bool) -
     if not overall["capped_forwards"]:
         return _never_applied(result)
     would, ending = ("would ", "") if result["mode"] == "shadow" else ("", "s")
+    if overall["narrowed_forwards"]:
+        return _read_sentence(result, would, ending)
     after = overall["device_peak_to_mean_after"]
     gain = peak / max(after, 1e-9)
     drops = f"{would}drop{ending} {percent(overall['dropped_share'])} of the assignments"
@@ -60,11 +62,29 @@ def _policy_sentence(result: Mapping[str, Any], peak: float, degenerate: bool) -
     )
 
 
+def _read_sentence(result: Mapping[str, Any], would: str, ending: str) -> str:
+    """What max_active does: where weights dominate, time is the experts that a device reads."""
+    overall = result["overall"]
+    before, after = (overall[f"most_active_experts_{when}"] for when in ("before", "after"))
+    alone = overall["tokens_without_expert"]
+    return (
+        f"The policy {result['policy']} {would}drop{ending} {percent(overall['dropped_share'])} of "
+        f"the assignments, and the device that reads the weights of most experts {would}read"
+        f"{ending} {after:.2f} instead of {before:.2f} a forward. Tokens that {would}lose "
+        f"all their routed experts: {alone}."
+    )
+
+
 def _never_applied(result: Mapping[str, Any]) -> str:
     """Why a policy that may cap never did."""
     least, given = result["min_expert_load"], result["tokens_an_expert"]
     if least is None:
         return "The policy capped nothing: it has no capacity_factor."
+    if "capacity_factor" not in result["policy"]:
+        return (
+            f"The policy capped nothing: max_active rules below a mean of {least:g} tokens an "
+            f"expert (min_expert_load), and a batch here gives {given:.3g}, or wants no more."
+        )
     return (
         f"The policy capped nothing: its cap applies from a mean of {least:g} tokens an expert on "
         f"(min_expert_load), and a batch here gives {given:.3g}."

@@ -89,7 +89,7 @@ def plan(
     if out is not None:
         found.save(out)
     if json:
-        from paceline.reporting.files import to_json
+        from paceline.files import to_json
 
         typer.echo(to_json(result), nl=False)
     else:

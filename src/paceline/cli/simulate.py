@@ -73,7 +73,7 @@ def simulate(
         result = run(found, plans, progress=tell)
     result |= {"batch_tokens": batch_tokens, "without": without}
     if json:
-        from paceline.reporting.files import to_json
+        from paceline.files import to_json
 
         typer.echo(to_json(result), nl=False)
     else:
@@ -110,7 +110,7 @@ def _show(result: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from paceline.reporting.wording import percent, times
+    from paceline.wording import percent, times
 
     table = Table(
         title="All layers and batches of the trace, one after the other", title_justify="left",

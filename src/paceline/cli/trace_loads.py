@@ -49,7 +49,7 @@ def loads_of_trace(trace: Trace, plan: Plan, batch_tokens: int | None, json: boo
         result = trace_loads(trace, placements, batch_tokens, tell)
     result |= {"verdict": verdict(result), "command": shlex.join(["paceline", *sys.argv[1:]])}
     if json:
-        from paceline.reporting.files import to_json
+        from paceline.files import to_json
 
         typer.echo(to_json(result), nl=False)
     else:
@@ -58,7 +58,7 @@ def loads_of_trace(trace: Trace, plan: Plan, batch_tokens: int | None, json: boo
 
 def verdict(result: Mapping[str, Any]) -> list[str]:
     """Sentences for a result of `trace_loads`: the wait, the ceiling, and what to make of it."""
-    from paceline.reporting.wording import percent, times
+    from paceline.wording import percent, times
 
     overall = result["overall"]
     lines = [
@@ -81,7 +81,7 @@ def verdict(result: Mapping[str, Any]) -> list[str]:
 
 def _rows_said(rows: Mapping[str, Any] | None) -> list[str]:
     """What repeats, and the figure without it."""
-    from paceline.reporting.wording import percent, times
+    from paceline.wording import percent, times
 
     if rows is None or rows["repeated_share"] < _TELLING:
         return []
@@ -106,7 +106,7 @@ def _show(result: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from paceline.reporting.wording import percent, times
+    from paceline.wording import percent, times
 
     def factor(value: float | None) -> str:
         return "-" if value is None else times(value)

@@ -8,15 +8,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from paceline.batches import Batch, cut, mixed, separate, tokens_by_source
 from paceline.calibration.file import Calibration
 from paceline.demo.assets import domains, load_calibration, load_model, read_text
 from paceline.demo.plan import BASELINE, DEVICES, KINDS, Plan
 from paceline.demo.results import describe, example, policies, stragglers
 from paceline.demo.study import PolicyRun, run_policy
 from paceline.demo.wording import findings
-from paceline.evaluation.batches import Batch, cut, mixed, separate, tokens_by_source
+from paceline.progress import Progress
 
-Progress = Callable[[int, int, str], None]
 """Called with steps done, steps in all and what was just done."""
 
 SCHEMA = "paceline-demo/2"
@@ -64,8 +64,8 @@ def run_demo(
     from paceline.bench.emulated import CLOCK
     from paceline.demo.timing import REPEATS
     from paceline.engines.transformers import attach
+    from paceline.environment import environment
     from paceline.placement import ExpertPlacement
-    from paceline.reporting.environment import environment
 
     plan = plan or Plan.full()
     if out is not None:

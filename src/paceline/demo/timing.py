@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
+from paceline.batches import Batch
 from paceline.bench.captured import capture
 from paceline.bench.emulated import split_by_device, time_in_turn
 from paceline.bench.machine import keep_freed_memory
 from paceline.bench.spread import ratios
 from paceline.calibration.file import Calibration
 from paceline.demo.plan import DEVICES, Entry
-from paceline.engines.transformers.compensation import Compensation
-from paceline.evaluation.batches import Batch
+from paceline.engines.compensation import Compensation
 from paceline.placement import ExpertPlacement
 from paceline.routing import route
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.evaluation.batches import Batch
+from paceline.batches import Batch
 
 
 @dataclass

@@ -17,12 +17,12 @@ import numpy.typing as npt
 
 from paceline.balance import straggler_loss
 from paceline.placement import ExpertPlacement
+from paceline.progress import Progress
 from paceline.traces.rows import Without, repeats, without
 from paceline.traces.tables import Group, LoadTable, load_tables
 from paceline.traces.trace import Trace
 
 Array = npt.NDArray[Any]
-Progress = Callable[[int, int, str], None]
 
 SCHEMA = "paceline-trace-loads/1"
 AXES = {

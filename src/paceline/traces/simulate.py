@@ -15,12 +15,12 @@ import numpy as np
 
 from paceline.balance import straggler_loss
 from paceline.plan import Plan
+from paceline.progress import Progress
 from paceline.routing import Assignment
 from paceline.traces.bearing import check_bearing
 from paceline.traces.tally import Given, Tally, gate_mass_lost, spread
 from paceline.traces.trace import Trace
 
-Progress = Callable[[int, int, str], None]
 Watch = Callable[[str, int, int, Assignment], None]
 """Told the plan's name, the layer, the number of the batch and what was decided."""
 

@@ -15,7 +15,7 @@ from vllm.model_executor.model_loader import base_loader
 from paceline.calibration.file import Calibration
 from paceline.calibration.identity import LayerIdentity, of_experts, of_router
 from paceline.calibration.layer import LayerCalibration
-from paceline.engines.transformers.compensation import Compensation
+from paceline.engines.compensation import Compensation
 from paceline.engines.vllm.environment import CALIBRATION, Wanted, wanted
 
 

@@ -128,7 +128,7 @@ class Compensation:
         self, out: Tensor, x: Tensor, local: Tensor, weights: Tensor, tell: Tell | None
     ) -> Tensor:
         """The dropped assignments alone, sorted by expert on the device: no size is read."""
-        from paceline.engines.transformers.stand_in_kernels import left_behind
+        from paceline.engines.stand_in_kernels import left_behind
 
         total, seen, expert = left_behind(
             x, local, weights, self._down, self._up, self._bias, self._shift
