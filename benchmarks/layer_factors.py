@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from paceline import CapacityPolicy, attach
+from paceline.batches import cut, separate
 from paceline.cli.progress import progress
 from paceline.demo.assets import domains, load_calibration, load_model, read_text
 from paceline.demo.plan import DEVICES
 from paceline.demo.study import drops, flat, run_policy
-from paceline.evaluation.batches import cut, separate
+from paceline.environment import environment
 from paceline.evaluation.perplexity import as_dict, change
-from paceline.reporting.environment import environment
-from paceline.reporting.files import to_json, write_text
+from paceline.files import to_json, write_text
 
 ALONE, BOUND, TILT = 0.75, 0.75, 0.2
 """Factor of a layer capped alone; mean factor of all; distance of the extremes from the mean."""
