@@ -45,7 +45,7 @@ GROUPS = {
     **{name: (name,) for name in CATEGORIES},
 }
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "multimodal.md"
-START, END = "<!-- table -->\n\n", "\n\n<!-- end of table -->"
+START, END = "<!-- table -->", "<!-- end of table -->"
 FIRST = {"uniform": "", "image first": "image", "text first": "text"}
 WAYS: dict[str, dict[str, Any]] = {
     "drop": {},
@@ -274,7 +274,9 @@ def main() -> None:
     if given.page is not None:
         before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
         made = table(json.loads(given.page.read_text(encoding="utf-8")))
-        write_text(PAGE, before + START + made + END + rest.partition(END)[2], private=False)
+        write_text(
+            PAGE, f"{before}{START}\n\n{made}\n\n{END}{rest.partition(END)[2]}", private=False
+        )
         return
     if given.out is None:
         parser.error("--out or --page is needed.")

@@ -154,5 +154,5 @@ def test_the_kept_model_tells_empty_cells_from_full_ones() -> None:
 def test_the_page_shows_what_is_kept() -> None:
     kept = json.loads((ROOT / "benchmarks/results/multimodal.json").read_text(encoding="utf-8"))
     page = study.PAGE.read_text(encoding="utf-8")
-    assert study.START + study.table(kept) + study.END in page
+    assert f"{study.START}\n\n{study.table(kept)}\n\n{study.END}" in page
     assert len(kept["results"]) == len(study.policies())
