@@ -16,6 +16,7 @@ from helpers import IMPLEMENTATIONS, implementation, model_of, output
 from made_up_calibration import made_up
 from row_counter import RowCounter
 from torch import Tensor, nn
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from paceline import CapacityPolicy, ExpertPlacement, attach
 from paceline.engines.transformers import layer as attached_layer
@@ -133,6 +134,38 @@ def test_caches_make_no_difference(model: Any, cache: str) -> None:
         assert pace.stats() == first
     assert torch.equal(got, want)
     assert all(layer.narrowed_forwards == 5 for layer in first.layers)
+
+
+def test_continuous_batching_reads_few_experts() -> None:
+    """Its fabricated rows want nothing, and every step of three requests is narrowed."""
+    model = tiny_models.build("olmoe")
+    asked = [
+        tiny_models.inputs(batch=1, length=n, seed=n)["input_ids"][0].tolist() for n in (10, 13, 16)
+    ]
+    read: list[list[int]] = []
+
+    def watch(_: str, inputs: Any, a: Any) -> None:
+        if bool(a.narrowed):
+            valid = torch.ones(len(a.kept), dtype=torch.bool)
+            valid = (valid if inputs.valid is None else inputs.valid).numpy()
+            weights = inputs.topk_weights.double().numpy()
+            kept = kept_by_hand(inputs.topk_ids.numpy(), weights, valid, 1)
+            assert np.array_equal(a.kept.numpy(), kept)
+            read.append(a.active_after.tolist())
+
+    with attach(model, "max_active=1", DEVICES) as pace:
+        pace.watch(watch)
+        model.generate_batch(
+            inputs=asked,
+            generation_config=GenerationConfig(**KWARGS, pad_token_id=0),
+            continuous_batching_config=ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64),
+        )
+        stats = pace.stats().layers
+    steps = KWARGS["max_new_tokens"] - 1
+    assert [s.narrowed_forwards for s in stats] == [steps] * 3
+    assert len(read) == 3 * steps
+    assert max(map(max, read)) == 1
+    assert all(s.dropped for s in stats)
 
 
 def test_padding_is_no_reason_to_read_an_expert(model: Any) -> None:

@@ -16,7 +16,7 @@ from test_route_invariants import genuine, take_rows, with_inputs, with_policy
 from paceline import CapacityPolicy, ExpertPlacement, PolicyError, RoutingInputs, route
 from paceline.routing.selection import using_backend
 
-MANY = 2 * settings().max_examples
+MANY = settings().max_examples
 INT64_MAX = 2**63 - 1
 
 

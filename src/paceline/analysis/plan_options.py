@@ -51,7 +51,7 @@ def options(goal: Goal, *traces: Trace) -> list[CapacityPolicy]:
         for factor in factors
     ]
     for trace in traces:
-        check_bearing(trace, caps[-1], "the plan's caps")
+        check_bearing(trace, {"the plan's caps": caps})
     actives = active_options(goal, *traces) if small else []
     if not large:
         return [NO_CAP, *actives]

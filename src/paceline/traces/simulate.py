@@ -75,12 +75,11 @@ def simulate(
         )
     if not plans:
         raise ValueError("plans={} is not allowed: name at least one.")
-    for name, plan in plans.items():
+    for plan in plans.values():
         plan.check_model(
             [layer.experts for layer in header.layers], [layer.k or 1 for layer in header.layers]
         )
-        for policy in plan.policies:
-            check_bearing(trace, policy, f"plan {name!r}")
+    check_bearing(trace, {f"plan {name!r}": plan.policies for name, plan in plans.items()})
     tallies = {
         name: [Tally.of(layer, index, plan, name) for index, layer in enumerate(header.layers)]
         for name, plan in plans.items()

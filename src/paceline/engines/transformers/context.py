@@ -165,7 +165,7 @@ class ForwardContext:
             if self.shape[1] > 1:
                 running = running.repeat_interleave(self.shape[1])
             valid = _both(valid, running)
-        return valid
+        return None if valid is None or _known_to_be_all(valid) else valid
 
     def _unpadded(self) -> Tensor | None:
         """[rows] bool, False for padding, as the forward's arguments say; None: no padding."""
@@ -335,6 +335,12 @@ class ForwardContext:
             if len(index) == rows:
                 return index
         return None
+
+
+def _known_to_be_all(flags: Tensor) -> bool:
+    """Whether all flags are set, where looking costs no wait: then layers needn't see them."""
+    host = type(flags) is Tensor and flags.is_cpu and not torch.compiler.is_compiling()
+    return host and bool(flags.all())
 
 
 def _both(one: Tensor | None, other: Tensor | None) -> Tensor | None:

@@ -224,7 +224,7 @@ class AttachedLayer:
             for entry in watchers:
                 if entry in running.watchers:  # else it has ended meanwhile
                     entry[0](self.name, inputs, assignment)
-        if not rule.routes or rule.policy.mode != "enforce":
+        if not rule.routes or rule.policy.mode != "enforce" or _known_whole(assignment, ids):
             return self._run(hidden, ids, weights)
         leave: Leave | None = None
         if rule.policy.compensate and self.compensation is not None:
@@ -350,6 +350,13 @@ class _LastHook:
 
     def undo(self) -> None:
         self.handle.remove()
+
+
+def _known_whole(assignment: Assignment, ids: Tensor) -> bool:
+    """Whether the host knows, without waiting, that just the model's choice is kept, all of it."""
+    kept = assignment.kept
+    host = kept.is_cpu and type(kept) is Tensor and not torch.compiler.is_compiling()
+    return host and kept.shape == ids.shape and bool(kept.all())
 
 
 def _widened(given: Tensor, like: Tensor) -> Tensor:
