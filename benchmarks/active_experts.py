@@ -25,16 +25,15 @@ from active_rules import Chosen, Rule, Step
 from torch import Tensor
 
 from paceline import attach
-from paceline.analysis.observe import Sampling
+from paceline.batches import Batch, Sampling
 from paceline.calibration.collect import calibrate
 from paceline.calibration.file import Calibration
 from paceline.cli.progress import progress
 from paceline.demo.assets import domains, load_model, read_text
-from paceline.engines.transformers.compensation import Compensation
-from paceline.evaluation.batches import Batch
+from paceline.engines.compensation import Compensation
+from paceline.environment import environment
 from paceline.evaluation.perplexity import Losses, as_dict, change
-from paceline.reporting.environment import environment
-from paceline.reporting.files import to_json, write_text
+from paceline.files import to_json, write_text
 
 DEVICES = 8
 

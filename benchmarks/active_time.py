@@ -33,8 +33,8 @@ from paceline.bench.machine import prepare_machine
 from paceline.bench.spread import ratios, shuffled, spread
 from paceline.bench.workload import SHAPES, Shape, build_experts, skewed_workload
 from paceline.engines.transformers.expert_parallel import place_experts
-from paceline.reporting.environment import environment
-from paceline.reporting.files import to_json, write_text
+from paceline.environment import environment
+from paceline.files import to_json, write_text
 
 DEVICES = 8
 

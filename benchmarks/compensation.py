@@ -1,93 +1,141 @@
-"""What stand-ins save: perplexity of the demo model under caps, with and without compensation.
+"""What stand-ins save on the demo model: perplexity under caps, with and without compensation.
 
-Calibrated on the first half of each held-out text, judged on the second; batches of one text.
+Judged on the held-out texts, in batches of 4,096 tokens of one text, with calibrations fitted on
+text that the model was trained on: by default the one that comes with it. Several calibrations,
+fitted on disjoint texts, tell how much it depends on these:
 
-    python benchmarks/compensation.py --out benchmarks/results/compensation.json
+    for third in 0 1 2; do
+      python examples/calibrate_demo_model.py --third $third --out .demo-build/third-$third
+    done
+    python benchmarks/compensation.py --calibration .demo-build/third-0 \\
+      --calibration .demo-build/third-1 --calibration .demo-build/third-2 \\
+      --out benchmarks/results/compensation.json
 """
 
 from __future__ import annotations
 
 import argparse
-import tempfile
+import statistics
 from pathlib import Path
+from typing import Any
 
 from paceline import CapacityPolicy, attach
-from paceline.analysis.observe import Sampling, make_batches
-from paceline.calibration.collect import calibrate
+from paceline.batches import Batch, cut, separate
 from paceline.calibration.file import Calibration
 from paceline.cli.progress import progress
-from paceline.demo.assets import domains, load_model, read_text
-from paceline.demo.study import drops, flat, run_policy
-from paceline.evaluation.perplexity import as_dict, change
-from paceline.reporting.environment import environment
-from paceline.reporting.files import to_json, write_text
+from paceline.demo.assets import CALIBRATION_FOLDER, domains, load_model, read_text
+from paceline.demo.plan import DEVICES
+from paceline.demo.study import balance, drops, flat, run_policy
+from paceline.environment import environment
+from paceline.evaluation.perplexity import Losses, as_dict, change
+from paceline.files import to_json, write_text
 
-CAPS = ("capacity_factor=1", "capacity_factor=0.5", "capacity_factor=1,unit=expert")
+KEEPS = ("", ",compensate=true", ",compensate=true,keep=contribution")
+ROWS = (
+    *((f"capacity_factor=1{more}", placed) for placed in (False, True) for more in KEEPS),
+    *((f"capacity_factor=0.75{more}", True) for more in KEEPS[:2]),
+    *((f"capacity_factor=0.5{more}", placed) for placed in (False, True) for more in KEEPS[:2]),
+    *((f"capacity_factor=1,unit=expert{more}", False) for more in KEEPS),
+)
+"""Policies, and whether experts lie where the calibration places them."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--devices", type=int, default=8)
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--calibration", type=Path, help="folder of one made before")
+    parser.add_argument("--calibration", type=Path, action="append", help="folder; repeatable")
+    parser.add_argument("--sequences", type=int, default=16, help="of 256 tokens, of each text")
     given = parser.parse_args()
     model, tokenizer = load_model()
-    halves: list[dict[str, str]] = [{}, {}]
-    for name in domains():
-        text = read_text(name)
-        middle = len(text) // 2
-        halves[0][name], halves[1][name] = text[:middle], text[middle:]
-    sampling = Sampling(tokens=40000, batch_size=8, sequence_length=256)
+    found = [Calibration.load(folder) for folder in given.calibration or [CALIBRATION_FOLDER]]
+    parts = [
+        cut(
+            name,
+            tokenizer(read_text(name), add_special_tokens=False, verbose=False)["input_ids"],
+            256,
+            limit=given.sequences,
+        )
+        for name in domains()
+    ]
+    batches = separate(parts, 16)
     with progress() as tell:
-        if given.calibration is None:
-            found = calibrate(
-                model, tokenizer, halves[0], rank=given.rank, sampling=sampling, progress=tell
-            )
-            with tempfile.TemporaryDirectory() as folder:
-                size = found.save(folder).stat().st_size
-        else:
-            found = Calibration.load(given.calibration)
-            size = sum(path.stat().st_size for path in given.calibration.iterdir())
-        batches, tokens = make_batches(tokenizer, halves[1], sampling)
-        results: list[dict[str, object]] = []
-        done = 0
-        steps = len(batches) * (1 + 2 * len(CAPS))
-
-        def step() -> None:
-            nonlocal done
-            done += 1
-            tell(done, steps, "batches judged")
-
-        with attach(model, None, given.devices, calibration=found) as pace:
-            base = run_policy(model, pace, None, batches, step)
-            for cap in CAPS:
-                for compensate in (False, True):
-                    policy = CapacityPolicy.parse(cap).replace(compensate=compensate)
-                    run = run_policy(model, pace, policy, batches, step)
-                    found_change = change(base.losses, run.losses)
-                    results.append(
-                        {
-                            "policy": str(policy),
-                            "perplexity_change": as_dict(found_change),
-                            **drops(flat(run.layers)),
-                        }
-                    )
-                    print(policy, found_change.mean, flush=True)
+        judge = _Judge(model, batches, (1 + len(found) * len(ROWS)) * len(batches), tell)
+        results = [judge.of(one) for one in found]
     data = {
-        "schema": "paceline-compensation/1",
+        "schema": "paceline-compensation/2",
         "model": "demo",
-        "devices": given.devices,
-        "rank": found.layers[0].down.shape[1],
-        "calibrated_on": dict(zip(found.texts, found.tokens, strict=True)),
-        "judged_on": dict(tokens),
-        "explained_held_out": [layer.explained for layer in found.layers],
-        "ridge": [layer.ridge for layer in found.layers],
-        "calibration_bytes": size,
-        "results": results,
+        "devices": DEVICES,
+        "judged_tokens": sum(batch.ids.numel() for batch in batches),
+        "calibrations": [
+            {
+                "rank": one.layers[0].down.shape[1],
+                "tokens": dict(zip(one.texts, one.tokens, strict=True)),
+                "ridge": [layer.ridge for layer in one.layers],
+                "explained_of_texts_left_out": [layer.explained for layer in one.layers],
+            }
+            for one in found
+        ],
+        "results": [
+            {
+                "policy": policy,
+                "placed": placed,
+                "mean_of_calibrations": statistics.fmean(
+                    result[row]["perplexity_change"]["mean"] for result in results
+                ),
+                "by_calibration": [result[row] for result in results],
+            }
+            for row, (policy, placed) in enumerate(ROWS)
+        ],
         **environment(),
     }
     write_text(given.out, to_json(data), private=False)
+
+
+class _Judge:
+    """Runs every policy over the same batches."""
+
+    def __init__(self, model: Any, batches: list[Batch], total: int, tell: Any) -> None:
+        self._model, self._batches, self._total, self._tell = model, batches, total, tell
+        self._done = 0
+        self._base: Losses | None = None
+
+    def of(self, found: Calibration) -> list[dict[str, Any]]:
+        """The rows of one calibration."""
+        results: dict[int, dict[str, Any]] = {}
+        for places in (False, True):
+            where: Any = found.plan().placements if places else DEVICES
+            with attach(self._model, None, where, calibration=found) as pace:
+                base = self._losses(pace)
+                for row, (policy, placed) in enumerate(ROWS):
+                    if placed is not places:
+                        continue
+                    run = run_policy(
+                        self._model, pace, CapacityPolicy.parse(policy), self._batches, self._step
+                    )
+                    layers, after = flat(run.layers), change(base, run.losses)
+                    results[row] = {
+                        "perplexity_change": as_dict(after),
+                        **drops(layers),
+                        "device_peak_to_mean": balance(layers, "after")["device_peak_to_mean"],
+                        "stand_in_distance": _mean(x["stand_in_distance"] for x in layers),
+                    }
+                    print(f"{policy} placed={placed}: {100 * after.mean:+.3f}%", flush=True)
+        return [results[row] for row in range(len(ROWS))]
+
+    def _losses(self, pace: Any) -> Losses:
+        """Without a cap, once."""
+        if self._base is None:
+            self._base = run_policy(self._model, pace, None, self._batches, self._step).losses
+        return self._base
+
+    def _step(self) -> None:
+        self._done += 1
+        self._tell(self._done, self._total, "batches judged")
+
+
+def _mean(values: Any) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, route
 from paceline.engines.vllm.device import DeviceCap
-from paceline.reporting.environment import environment
+from paceline.environment import environment
 from paceline.routing.selection import using_backend
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -259,10 +259,10 @@ def plugin(bench: Bench, shape: tuple[int, int, int]) -> dict[str, Any]:
     """
     tokens, experts, k = shape
     logits = favoured(bench, tokens, experts)
-    placement = ExpertPlacement.contiguous(experts, min(DEVICES, experts))
+    placement = ExpertPlacement.contiguous(experts, min(DEVICES, experts // 4))
     scores = logits.softmax(-1)
     chosen_weights, chosen = scores.topk(k, dim=-1)
-    start = CapacityPolicy(capacity_factor=1.0, min_expert_load=0)
+    start = CapacityPolicy(capacity_factor=1.0, min_expert_load=1, max_active=0.5)
     cap = DeviceCap(start, placement, k, tokens, bench.device)
     ids, weights = chosen.int(), chosen_weights.clone()
     valid = torch.ones(tokens, dtype=torch.bool, device=bench.device)
@@ -280,7 +280,8 @@ def plugin(bench: Bench, shape: tuple[int, int, int]) -> dict[str, Any]:
         torch.cuda.set_sync_debug_mode("default")
     replay, checked = bench.graph(run), 0
     changes: tuple[dict[str, Any], ...] = (
-        {}, {"capacity_factor": 0.7}, {"mode": "shadow"}, {"min_expert_load": 1e6}
+        {}, {"capacity_factor": 0.7}, {"mode": "shadow"}, {"min_expert_load": 1e6},
+        {"min_expert_load": 1e6, "max_active": 1}, {"min_expert_load": 1e6, "max_active": None},
     )  # fmt: skip
     for change in changes:
         policy = start.replace(**change)

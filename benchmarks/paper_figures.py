@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from paceline import CapacityPolicy, attach
+from paceline.batches import Batch, cut, mixed
 from paceline.demo.assets import domains, load_model, read_text
-from paceline.evaluation.batches import Batch, cut, mixed
 from paceline.evaluation.perplexity import Losses, batch_losses, change
 from paceline.plan import Plan
 from paceline.traces import Trace, open_trace, sample

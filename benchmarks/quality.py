@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from paceline.analysis.observe import Sampling
+from paceline.batches import Sampling
 from paceline.calibration.collect import calibrate
 from paceline.calibration.file import Calibration
 from paceline.cli.progress import Tell, progress
@@ -23,9 +23,9 @@ from paceline.evaluation.sweep import Axes, sweep
 from paceline.evaluation.sweep_file import read_sweep
 from paceline.evaluation.tables import markdown
 from paceline.evaluation.tasks import load_tasks
+from paceline.files import to_json, write_text
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
-from paceline.reporting.files import to_json, write_text
 from paceline.reporting.sweep_table import sweep_table
 
 TASKS = ("paceline_continuation", "paceline_copy", "paceline_passage")

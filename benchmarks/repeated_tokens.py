@@ -29,8 +29,8 @@ from paceline.bench.spread import ratios, shuffled, spread
 from paceline.demo.assets import domains, load_model, read_text
 from paceline.engines.facts import Facts
 from paceline.engines.transformers.expert_parallel import place_experts
-from paceline.reporting.environment import environment
-from paceline.reporting.files import to_json, write_text
+from paceline.environment import environment
+from paceline.files import to_json, write_text
 
 RESULTS = Path(__file__).parent / "results" / "repeated_tokens.json"
 RANKS = 2

@@ -197,6 +197,23 @@ def tables(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
                 for group in sorted(results["loads_demo"]["groups"], key=lambda g: -g["tokens"])
             ],
         )
+    part = results["plan_decode"]["second_half"]
+    nothing = part["ways"]["nothing"]
+    rows = [["in order", "none", f"{nothing['most_active_experts']:.2f}", "0", "0", "+0.0%"]]
+    for point in part["active"]:
+        rows.append(
+            [
+                point["placement"].replace("_", " "),
+                str(point["max_active"]),
+                f"{point['most_active_experts']:.2f}",
+                f"{point['dropped_share']:.1%}",
+                f"{point['gate_mass_lost']:.1%}",
+                f"{point['gain']:+.1%}",
+            ]
+        )
+    out["active experts"] = _table(
+        ["experts", "max_active", "a device reads", "dropped", "mass lost", "gain in time"], rows
+    )
     rows = []
     for name, what in (
         ("plan_prefill", "law, its second half; H20"),

@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     from paceline.bench.machine import keep_freed_memory
-    from paceline.reporting.environment import environment
+    from paceline.environment import environment
 
     if options.only is None:  # each in a process of its own, so that its stock engines are stock
         found: dict[str, Any] = {}

@@ -15,7 +15,7 @@ from typing import Annotated
 import demo_corpus
 import typer
 
-from paceline.analysis.observe import Sampling
+from paceline.batches import Sampling
 from paceline.calibration.collect import calibrate
 from paceline.cli.calibrate import PLAN
 from paceline.cli.models import load

@@ -324,3 +324,12 @@ def test_replace_leaves_fields_unset_that_nobody_named() -> None:
     policy = CapacityPolicy(gamma=1.5, unit="expert").replace(gamma=2)
     assert policy == CapacityPolicy(capacity_factor=2, unit="expert")
     assert policy.model_fields_set == {"capacity_factor", "unit"}
+
+
+def test_stand_ins_and_renormalised_survivors_are_refused_together() -> None:
+    with pytest.raises(PolicyError, match="counts dropped weight twice") as caught:
+        CapacityPolicy(capacity_factor=1, compensate=True, renormalize=True)
+    assert str(caught.value).count(".") == 1
+    policy = CapacityPolicy(capacity_factor=1, compensate=True)
+    with pytest.raises(PolicyError, match="counts dropped weight twice"):
+        policy.replace(renormalize=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import tomli_w
 
+from paceline.files import whole_file
 from paceline.placement import ExpertPlacement
 from paceline.plan_fields import (
     MODEL_FIELDS,
@@ -26,7 +27,6 @@ from paceline.plan_fields import (
 )
 from paceline.policy import CapacityPolicy
 from paceline.text import shortened
-from paceline.whole_file import whole_file
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from paceline import CapacityPolicy, ExpertPlacement
-from paceline.analysis.observe import Sampling, observe_loads
+from paceline.analysis.observe import observe_loads
 from paceline.analysis.verdict import verdict
+from paceline.batches import Sampling
 from paceline.demo.assets import domains, load_model, read_text
 from paceline.plan import Plan, PlanError
 

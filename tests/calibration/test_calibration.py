@@ -18,15 +18,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 import tiny_models
 from helpers import fingerprint, model_of
 
-from paceline.analysis.observe import Sampling, make_batches
+from paceline import attach
 from paceline.analysis.placement_search import Shape, search_map
+from paceline.batches import Batch, Sampling, make_batches
 from paceline.calibration.collect import calibrate
 from paceline.calibration.file import FILE, Calibration, CalibrationError
 from paceline.calibration.fit import ROWS_PER_RANK, fit
 from paceline.calibration.layer_fit import RIDGES
 from paceline.calibration.moments import Moments
 from paceline.cli.app import app
-from paceline.evaluation.batches import Batch
 
 
 class Letters:
@@ -68,6 +68,23 @@ def rows_of_layer(model: Any, name: str) -> tuple[torch.Tensor, torch.Tensor, li
     return torch.cat(hidden), torch.cat(ids), text
 
 
+def weights_of_layer(model: Any, name: str) -> torch.Tensor:
+    """[rows, k] 0.05, and a half for each of two caps that drops the assignment by itself.
+
+    Per device (every expert is one of 8) and per expert, which are the same cap then.
+    """
+    dropped = []
+    policy = "capacity_factor=1,unit=expert,min_expert_load=0,mode=shadow"
+    with attach(model, policy) as pace:
+        pace.watch(lambda at, _, a: dropped.append(a.dropped_slots) if at == name else None)
+        for content in TEXTS.values():
+            tokens = torch.tensor(Letters()(content)["input_ids"][:240]).view(-1, 24)
+            for batch in tokens.split(SAMPLING.batch_size):
+                with torch.no_grad():
+                    model(input_ids=batch)
+    return 0.05 + torch.cat(dropped).float()
+
+
 def test_stand_ins_loads_and_norms_are_those_of_the_rows_routed(
     found: tuple[Any, Calibration],
 ) -> None:
@@ -76,6 +93,7 @@ def test_stand_ins_loads_and_norms_are_those_of_the_rows_routed(
     some = 0
     for layer in result.layers:
         hidden, ids, text = rows_of_layer(model, layer.name)
+        weights = weights_of_layer(model, layer.name)
         experts = model.get_submodule(layer.name).experts
         for expert in range(8):
             rows = (ids == expert).any(1)
@@ -89,7 +107,8 @@ def test_stand_ins_loads_and_norms_are_those_of_the_rows_routed(
             one = torch.full((len(x), 1), expert)
             with torch.no_grad():
                 y = experts(x, one, torch.ones(len(x), 1)).reshape(x.shape)
-            norm = float(y.norm(dim=1).mean())
+            weight = weights[ids == expert]
+            norm = float(y.norm(dim=1) @ weight / weight.sum())
             assert float(layer.output_norm[expert]) == pytest.approx(norm, rel=1e-4)
             rank = int(layer.ranks[expert])
             assert rank <= min(4, len(x) // ROWS_PER_RANK)
@@ -98,10 +117,10 @@ def test_stand_ins_loads_and_norms_are_those_of_the_rows_routed(
             got = layer.bias[expert] + (x - layer.mean[expert]) @ down.T @ up.T
             if rank:
                 some += 1
-                want = fit(Moments.of(x, y), 4, layer.ridge)(x.double())
+                want = fit(Moments.of(x, y, weight), 4, layer.ridge)(x.double())
                 near = 0.02 * float(want.norm(dim=1).mean())  # stored in bfloat16
                 assert float((got - want).norm(dim=1).max()) < near
-                left = float((y - got).norm(dim=1).mean())
+                left = float((y - got).norm(dim=1) @ weight / weight.sum())
                 assert float(layer.residual_norm[expert]) == pytest.approx(left, rel=0.02)
                 assert 0 < layer.explained_by_expert[expert] <= 1
             else:

@@ -59,6 +59,14 @@ def test_the_fit_is_reduced_rank_ridge_regression(
         np.testing.assert_allclose(got, oracle(x, y, allowed, ridge, at), rtol=1e-6, atol=1e-7)
 
 
+def test_a_row_that_weighs_twice_is_two_rows() -> None:
+    x, y = (torch.tensor(t) for t in rows(6, 90, 4))
+    twice = torch.arange(90) < 30
+    heavy = fit(Moments.of(x, y, 1 + twice.double()), 2, 0.1)
+    double = fit(Moments.of(torch.cat([x, x[twice]]), torch.cat([y, y[twice]])), 2, 0.1)
+    torch.testing.assert_close(heavy(x), double(x))
+
+
 def test_with_next_to_no_ridge_and_at_full_rank_it_is_least_squares() -> None:
     x, y = rows(3, 200, 6)
     a = np.hstack([x, np.ones((len(x), 1))])
@@ -120,20 +128,19 @@ def test_bad_arguments(rank: int, ridge: float, said: str) -> None:
 @given(st.integers(0, 10**6), st.lists(st.integers(0, 30), min_size=1, max_size=5))
 def test_moments_of_parts_are_those_of_all_rows(seed: int, sizes: list[int]) -> None:
     x, y = rows(seed, sum(sizes), 4)
-    parts = zip(
-        torch.tensor(x).split(sizes) if sum(sizes) else [torch.tensor(x)],
-        torch.tensor(y).split(sizes) if sum(sizes) else [torch.tensor(y)],
-        strict=True,
-    )
+    weight = np.random.default_rng(seed).uniform(0.05, 1.05, len(x))
+    parts = zip(*(torch.tensor(t).split(sizes) for t in (x, y, weight)), strict=True)
     got = merged(Moments.of(*part) for part in parts)
     assert got.rows == len(x)
-    assert got.energy == pytest.approx(float((y**2).sum()))
+    assert got.weight == pytest.approx(weight.sum())
     if len(x):
-        np.testing.assert_allclose(got.mean, x.mean(0))
-        np.testing.assert_allclose(got.bias, y.mean(0))
-        a, b = x - x.mean(0), y - y.mean(0)
-        np.testing.assert_allclose(got.xx, a.T @ a, atol=1e-9)
-        np.testing.assert_allclose(got.xy, a.T @ b, atol=1e-9)
+        mean, bias = (np.average(t, axis=0, weights=weight) for t in (x, y))
+        np.testing.assert_allclose(got.mean, mean)
+        np.testing.assert_allclose(got.bias, bias)
+        a, b = x - mean, y - bias
+        assert got.yy == pytest.approx(float((weight @ b**2).sum()))
+        np.testing.assert_allclose(got.xx, (a.T * weight) @ a, atol=1e-9)
+        np.testing.assert_allclose(got.xy, (a.T * weight) @ b, atol=1e-9)
 
 
 def test_distances_are_in_units_of_the_rows_fitted_to() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from html.parser import HTMLParser
@@ -10,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from paceline.cli.demo import _show
 from paceline.demo.assets import domains, load_model, read_text
-from paceline.demo.plan import BASELINE, DEVICES, Plan, all_entries
+from paceline.demo.plan import BASELINE, DEVICES, HEADLINE, Plan, all_entries
 from paceline.demo.run import run_demo
 from paceline.demo.wording import findings
-from paceline.reporting.wording import percent, signed_percent, times
+from paceline.wording import percent, signed_percent, times
 
 KINDS = ("one_domain", "mixed")
 
@@ -97,7 +99,7 @@ def test_the_full_plan_has_every_policy_once() -> None:
     entries = all_entries()
     keys = [entry.key for entry in entries]
     assert keys[0] == BASELINE
-    assert len(set(keys)) == len(keys) == 12
+    assert len(set(keys)) == len(keys) == 13
     assert not entries[0].policy.caps
     assert all(entry.policy.caps for entry in entries[1:])
     assert all(e.counterpart in keys for e in entries if e.counterpart is not None)
@@ -131,6 +133,39 @@ def test_caps_hold_and_nothing_is_lost_without_one(demo: tuple[dict[str, Any], A
     # The same sequences without a cap have the same perplexity, however they are batched.
     one, mixed = (by_key[BASELINE][kind]["perplexity"] for kind in KINDS)
     assert one == pytest.approx(mixed, rel=1e-4)
+
+
+def test_stand_ins_change_no_load_of_the_first_layer_and_cost_time(
+    demo: tuple[dict[str, Any], Any, Any],
+) -> None:
+    by_key = {row["key"]: row for row in demo[0]["policies"]}
+    alone, with_them, placed = (
+        by_key[key]["one_domain"] for key in ("device-1-score", HEADLINE, f"{HEADLINE}-placed")
+    )
+    assert alone["stand_in_distance"] is None
+    assert 0.3 < with_them["stand_in_distance"] < 3
+    assert with_them["perplexity_change"]["mean"] < alone["perplexity_change"]["mean"]
+    assert placed["dropped_share"] < with_them["dropped_share"]
+    busiest = [part["emulated"]["busiest_device_rows"] for part in (alone, with_them)]
+    assert busiest[0] == busiest[1]
+    assert with_them["device_peak_to_mean_worst"] <= 1 + DEVICES / 1024
+
+
+def test_the_terminal_shows_it_in_80_columns(
+    demo: tuple[dict[str, Any], Any, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = copy.deepcopy(demo[0])
+    rows = {row["key"]: row for row in results["policies"]}
+    for row, entry in zip(results["policies"], all_entries(), strict=False):
+        row["label"] = entry.label
+    longest = max((entry.label for entry in all_entries()), key=len)
+    rows[HEADLINE]["label"] = longest
+    rows[HEADLINE]["one_domain"]["perplexity_change"]["mean"] = 0.9444
+    _show(results, Path("paceline-demo"))
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert longest in shown
+    assert "…" not in shown
 
 
 def test_loads_add_up(demo: tuple[dict[str, Any], Any, Any]) -> None:
@@ -222,7 +257,7 @@ def test_page_works_offline_and_says_what_it_is(
 
 def test_findings_follow_the_figures(demo: tuple[dict[str, Any], Any, Any]) -> None:
     results = json.loads(json.dumps(demo[0]))
-    row = next(r for r in results["policies"] if r["key"] == "device-1.25-score")
+    row = next(r for r in results["policies"] if r["key"] == HEADLINE)
     part = row["one_domain"]
     part["perplexity_change"] |= {"mean": 0.01, "standard_error": 0.001}
     part["emulated"]["speedup"] = {"median": 1.3, "min": 1.2, "max": 1.4}

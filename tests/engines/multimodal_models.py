@@ -383,7 +383,7 @@ def _count(given: Given) -> int:
     return len(given.get("image_grid_thw", given["pixel_values"]))
 
 
-def embedded(model: Any, package: str, whole: Prompt) -> Given:
+def embedded(model: Any, whole: Prompt) -> Given:
     """The prompt as embeddings alone, pictures among them."""
     pictures = {k: v for k, v in whole.given.items() if "pixel" in k or k.startswith("image_")}
     owner = next(m for m in model.modules() if hasattr(m, "get_image_features"))

@@ -21,7 +21,7 @@ from made_up_calibration import made_up
 from paceline import CapacityPolicy, attach
 from paceline.calibration.file import Calibration, CalibrationError
 from paceline.calibration.layer import LayerCalibration
-from paceline.engines.transformers.compensation import Compensation
+from paceline.engines.compensation import Compensation
 from paceline.plan import Plan
 
 CAP = "capacity_factor=1,unit=expert,min_expert_load=0"
@@ -177,11 +177,14 @@ def test_both_ways_of_computing_it_are_the_formula(
     shaped = compensation(out[None], x[None], ids, weights, dropped)
     with patch("torch.compiler.is_compiling", return_value=True):
         static = compensation(out, x, ids, weights, dropped, tell)
+    by_kernels = compensation._sorted(
+        out, x, compensation._local[torch.where(dropped, ids, -1)], weights, tell
+    )
     for distance, count in told:
         assert (distance, count) == (pytest.approx(sum(far), rel=1e-3, abs=1e-6), len(far))
     mine = [own is None or int(e) in own for e in ids[dropped]]
-    assert len(told) == (2 if any(mine) else 1)
-    for got in (flat, shaped[0], static):
+    assert len(told) == (3 if any(mine) else 2)
+    for got in (flat, shaped[0], static, by_kernels):
         np.testing.assert_allclose(got.numpy(), want, rtol=1e-4, atol=1e-4)
         same = ~dropped.any(1)
         assert torch.equal(got[same], out[same])
@@ -230,6 +233,41 @@ def test_it_compiles_as_one_graph() -> None:
         torch.testing.assert_close(output(compiled, given), want)
         assert pace.stats().layers[0].dropped > 0
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("compensate", [False, True])
+def test_contribution_ranks_by_weight_times_what_dropping_leaves(compensate: bool) -> None:
+    """Inside devices of two experts; an expert that the calibration never saw has the mean norm."""
+    model, seen = model_of(MIXTRAL), {}
+    found = made_up(model)
+    unseen = replace(found.layers[0], output_norm=found.layers[0].output_norm.clone())
+    unseen.output_norm[3] = 0
+    found = replace(found, layers=(unseen, *found.layers[1:]))
+    policy = f"capacity_factor=1,min_expert_load=0,keep=contribution,compensate={compensate}"
+    with attach(model, policy, 4, calibration=found) as pace:
+        pace.watch(lambda name, inputs, assignment: seen.update({name: (inputs, assignment)}))
+        output(model, tiny_models.inputs(pad=5))
+    lost = 0
+    for layer in found.layers:
+        inputs, assignment = seen[layer.name]
+        norms = (layer.residual_norm if compensate else layer.output_norm).tolist()
+        if layer is unseen:
+            norms[3] = sum(norms[:3] + norms[4:]) / 7
+        metric: dict[tuple[int, bool], list[float]] = {}
+        for t, chosen in enumerate(inputs.topk_ids.tolist()):
+            for slot, expert in enumerate(chosen):
+                if inputs.valid[t]:
+                    kept = bool(assignment.kept[t, slot])
+                    value = float(inputs.topk_weights[t, slot]) * norms[expert]
+                    metric.setdefault((expert // 2, kept), []).append(value)
+        for device in range(4):
+            dropped = metric.get((device, False), [])
+            lost += len(dropped)
+            if dropped:
+                assert max(dropped) <= min(metric[device, True]) * (1 + 1e-6)
+    assert lost
+    with pytest.raises(ValueError, match='keep="contribution" needs a calibration'):
+        attach(model, policy.replace(",compensate=True", ""), 4)
 
 
 def test_a_plan_names_the_calibration(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import multimodal_models as whole
 import pytest
 import tiny_models
 import torch
+from helpers import model_of
 from torch import Tensor
 
 from paceline import CapacityPolicy, attach
@@ -191,7 +192,7 @@ def test_a_prompt_in_two_parts(package: str) -> None:
 @pytest.mark.parametrize("package", [p for p in CONTINUE if p != "gemma4"])  # refuses them itself
 def test_embeddings_alone_are_told_by_labels_or_refused(package: str) -> None:
     model, prompt = whole.build(package), whole.prompt(package, image=(2, 0, 1))
-    given = whole.embedded(model, package, prompt)
+    given = whole.embedded(model, prompt)
     with attach(model, CAP), torch.no_grad(), pytest.raises(RuntimeError, match="token_modality"):
         model(**given)
     labels = {"token_modality": prompt.types}
@@ -219,3 +220,26 @@ def test_a_tower_of_experts_reads_pictures_alone() -> None:
     request = CAP.replace(pool="request", drop_first="")
     with attach(model, request), torch.no_grad(), pytest.raises(RuntimeError, match="request"):
         model(**prompt.given)
+
+
+def test_a_text_model_that_others_feed_with_pictures_is_told_by_labels() -> None:
+    """Pictures put into the embeddings of a model that knows nothing of pictures."""
+    model, given = model_of("olmoe"), tiny_models.inputs(pad=5)
+    types = torch.zeros_like(given["input_ids"])
+    types[:, 8:14] = whole.KINDS["image"]
+    embeds = model.get_input_embeddings()(given["input_ids"]).detach()
+    given = {"inputs_embeds": embeds, "attention_mask": given["attention_mask"]}
+    with pytest.raises(ValueError, match="text alone"):
+        attach(model, CAP)
+    with attach(model, CAP, token_modality=lambda *_: types) as pace, torch.no_grad():
+        seen = Seen(pace)
+        model(**given)
+    for _, inputs, out in seen.calls:
+        assert torch.equal(told(inputs)[1], types.flatten() == 1)
+        check_order(inputs, out, *reversed(told(inputs)))
+    short = attach(model, CAP, token_modality=types[:, :5])
+    with short, torch.no_grad(), pytest.raises(ValueError, match="token_modality has shape"):
+        model(**given)
+    text = attach(model, CAP, token_modality=types.float())
+    with text, torch.no_grad(), pytest.raises(ValueError, match="integer"):
+        model(**given)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import multimodal_models as whole
 import pytest
 import tiny_models
 from helpers import output
@@ -81,3 +82,22 @@ def test_layers_that_see_other_rows(monkeypatch: Any, tmp_path: Path) -> None:
     result = simulate(open_trace(tmp_path / "choices"), {"it": Plan(placements=(2,))})
     for got, said in zip(result["plans"]["it"]["layers"], stats, strict=True):
         assert got["expert_loads_after"] == said.expert_loads_before
+
+
+def test_embeddings_alone_are_of_unknown_modality(tmp_path: Path) -> None:
+    """A forward that doesn't tell is not recorded as text; a vision tower's rows are images."""
+    model = whole.build("dots3_note")
+    prompt = whole.prompt("dots3_note", image=(2, 0, 1))
+    for name in ("ids", "embeddings"):
+        (tmp_path / name).mkdir()
+    _, pair = recorded(model, prompt.given, tmp_path / "ids")
+    tower = 2 * len(prompt.given["pixel_values"])
+    layers, k = 3, tiny_models.TOP_K
+    images, real = int(prompt.of("image").sum()), int(prompt.given["attention_mask"].sum())
+    for loads in pair:
+        assert groups_of(loads) == {
+            "image": (layers * images + tower) * k,
+            "text": layers * (real - images) * k,
+        }
+    for loads in recorded(model, whole.embedded(model, prompt), tmp_path / "embeddings")[1]:
+        assert groups_of(loads) == {"unknown": layers * real * k}

@@ -18,6 +18,8 @@ import torch
 from typer.testing import CliRunner
 
 from paceline import attach
+from paceline.analysis.observe import Sampling
+from paceline.calibration.collect import calibrate
 from paceline.cli.app import app
 from paceline.demo.assets import TASK_FOLDER, read_text
 
@@ -174,14 +176,15 @@ def test_tasks_against_the_harness_run_by_itself(tmp_path: Path) -> None:
 
 
 def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
-    arguments = ["demo", *TEXTS, *SMALL, "--policy", CAP, "--policy", f"{CAP},keep=random"]
+    # killed amid random choices: what is drawn must not depend on what was run before
+    arguments = ["demo", *TEXTS, *SMALL, "--policy", f"{CAP},keep=random", "--policy", CAP]
     whole = _eval(*arguments)
     out = tmp_path / "out"
     command = [sys.executable, "-m", "paceline", "eval", *arguments, "--out", str(out)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 600
-        while len(list((out / "state").glob("*.json"))) < 5:
+        while len(list((out / "state").glob("*.json"))) < 17:
             assert process.poll() is None, "it ended before it could be killed"
             assert time.monotonic() < deadline
             time.sleep(0.002)
@@ -197,7 +200,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     (out / "state" / f".{torn.name}.rest").write_text("left over")
     again = _eval(*arguments, "--out", str(out))
     assert again["texts"] == whole["texts"]
-    assert again["batches"]["found"] == len(kept) - 1 >= 4
+    assert again["batches"]["found"] == len(kept) - 1 >= 16
     assert again["batches"]["computed"] + again["batches"]["found"] == whole["batches"]["computed"]
     del kept[torn]
     assert all(file.stat().st_mtime_ns == written for file, written in kept.items())
@@ -228,6 +231,33 @@ def test_what_was_computed_is_of_these_weights_and_this_policy(
         model.save_pretrained(folder)
         weight.div_(1.001)
     assert _eval(*same)["batches"] == {"computed": 4, "found": 0}
+
+
+def test_stand_ins_come_from_the_calibration_and_results_are_kept_for_it_alone(
+    demo: tuple[Any, Any], tmp_path: Path
+) -> None:
+    model, tokenizer = demo
+    text = {"prose": read_text("prose")}
+    for rank in (1, 2):
+        found = calibrate(model, tokenizer, text, rank=rank, sampling=Sampling(512, 4, 64))
+        (tmp_path / str(rank)).mkdir()
+        found.save(tmp_path / str(rank))
+    hard = "capacity_factor=0.5,compensate=true"
+    arguments = ["demo", "--text", "prose", *SMALL, "--compositions", "one_text"]
+    arguments += ["--policy", "capacity_factor=0.5", "--policy", hard]
+    arguments += ["--out", str(tmp_path / "out")]
+    first = _eval(*arguments, "--calibration", str(tmp_path / "1"))
+    alone, filled = first["texts"]["compositions"]["one_text"]["policies"][1:]
+    assert filled["perplexity_change"]["mean"] < alone["perplexity_change"]["mean"]
+    assert filled["dropped_share"] >= 0.5 - 1e-9
+    again = _eval(*arguments, "--calibration", str(tmp_path / "1"))
+    assert again["batches"] == {"computed": 0, "found": 6}
+    plan = tmp_path / "plan.toml"
+    plan.write_text('version = 1\ncalibration = "1"\n[placement]\nnum_devices = 8\n')
+    assert _eval(*arguments, "--plan", str(plan))["batches"] == {"computed": 0, "found": 6}
+    other = _eval(*arguments, "--calibration", str(tmp_path / "2"))
+    assert other["batches"] == {"computed": 6, "found": 0}
+    assert other["texts"] != first["texts"]
 
 
 def test_plan_with_policies_and_table(tmp_path: Path) -> None:

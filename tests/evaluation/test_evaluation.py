@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.evaluation.batches import Batch, cut, mixed, separate, tokens_by_source
+from paceline.batches import Batch, cut, mixed, separate, tokens_by_source
 from paceline.evaluation.perplexity import Losses, batch_losses, change, sequence_losses
 
 
@@ -88,3 +88,9 @@ def test_change_is_paired_and_averages_the_ratios_of_the_texts() -> None:
 def test_one_sequence_has_no_standard_error() -> None:
     one = Losses({"a": [2.0]}, {"a": [2]})
     assert change(one, one).standard_error is None
+
+
+def test_losses_are_of_ids_alone() -> None:
+    ids = torch.ones(1, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="attention_mask"):
+        batch_losses(None, Batch(ids, ("a",), {"attention_mask": ids}))

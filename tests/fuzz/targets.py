@@ -287,7 +287,6 @@ def _small_calibration() -> Calibration:
         loads=torch.ones(1, experts, dtype=torch.int64),
         output_norm=torch.ones(experts),
         residual_norm=torch.ones(experts),
-        spread=torch.ones(experts),
         explained_by_expert=torch.ones(experts),
     )
     return Calibration("MixtralForCausalLM", ("a.txt",), (4,), "parts", (layer,))

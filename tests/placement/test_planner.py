@@ -23,12 +23,14 @@ from paceline.analysis.hardware import PRESETS, Hardware
 from paceline.analysis.placing import Wanted
 from paceline.analysis.plan_cost import physical, plan_costs
 from paceline.analysis.plan_goal import Goal
+from paceline.analysis.plan_options import options
 from paceline.analysis.planner import allot, make_plan
 from paceline.cli.app import app
 from paceline.plan import Plan
 from paceline.traces import Trace, sample
 from paceline.traces.chunk import Chunk
 from paceline.traces.format import Header, Layer
+from paceline.traces.simulate import simulate
 
 SHAPE = LayerShape(2048, 1408, 16, 2)
 # computing rules: no launch, no exchange to speak of, memory for nothing
@@ -182,18 +184,24 @@ def test_caps_keep_by_what_the_trace_holds(lost: tuple[str, ...], keep: str) -> 
         assert any("holds no weights" in line for line in said["verdict"]) == unknown
 
 
-def test_costs_token_by_token() -> None:
+@pytest.mark.parametrize(
+    "policy",
+    [CapacityPolicy(capacity_factor=1.1, min_expert_load=0),
+     CapacityPolicy(max_active=2, min_expert_load=13)],
+    ids=str,
+)  # fmt: skip
+def test_costs_token_by_token(policy: CapacityPolicy) -> None:
     """Every batch routed here, rows and arrivals counted in loops."""
     trace = made(moody, batches=3, tokens=96)
     order = tuple(np.random.default_rng(1).permutation(16).tolist())
     own = ExpertMap(order, 16, 4)
-    policy = CapacityPolicy(capacity_factor=1.1, min_expert_load=0)
     plan = Plan((policy,), (own.placement,))
     found = plan_costs(trace, {"x": plan}, SHAPE, PRESETS["h100"])["x"]
     chunk = next(iter(trace.chunks))
     assert chunk.ids is not None
     assert chunk.weights is not None
     kept_mass = 0.0
+    most: list[int] = []
     for layer in range(2):
         seconds, buffers = [], []
         for batch in range(3):
@@ -212,11 +220,15 @@ def test_costs_token_by_token() -> None:
                         kept_mass += float(weights[token, slot])
                 for device in hosts:
                     received[device] += 1
+            used = [order.index(int(expert)) // 4 for expert in np.flatnonzero(loads)]
+            most.append(max(used.count(d) for d in range(4)))
             cost = layer_cost([loads], [96], own, SHAPE, PRESETS["h100"], [received])
             seconds.append(float(cost.total[0]))
             buffers.append(float(cost.busiest_bytes[0]))
         assert found.seconds[layer] == pytest.approx(np.mean(seconds))
         assert found.receive_bytes[layer] == pytest.approx(max(buffers))
+    assert found.most_active == pytest.approx(np.mean(most))
+    assert (policy.max_active is None) == (max(most) > 2)
     assert found.gate_mass_lost == pytest.approx(1 - kept_mass / float(chunk.weights.sum()))
 
 
@@ -352,3 +364,53 @@ def test_no_cap_loses_more_than_asked_for_where_it_is_judged(loss: str) -> None:
     for way in ("cap", "place and cap"):
         assert part["ways"][way][loss] <= most
     assert any("gate mass" in line or "assignments" in line for line in said["verdict"])
+
+
+def test_decode_is_capped_by_the_experts_it_reads() -> None:
+    """Where weights rule a capacity factor does nothing, and a share of the experts is a gain."""
+    decode, wanted = made(moody, batches=8, tokens=96), goal(READS, max_mass_loss=0.2)
+    assert [(p.factor, p.max_active) for p in options(wanted, decode)[1:]] == [(None, 2), (None, 3)]
+    plan, said = make_plan(decode, wanted)
+    part = said["second_half"]
+    assert part["perfect_balance_gain"] < 0.05 < part["ways"]["cap"]["gain"]
+    assert "cap" in said["decision"]
+    assert {p.max_active for p in plan.policies if p.caps} <= {2, 3}
+    assert any(p.max_active for p in plan.policies)
+    ruled = {(p["placement"], p["max_active"]): p for p in part["active"]}
+    nothing = part["ways"]["nothing"]
+    for base in ("in_order", "placed"):
+        two, three = ruled[base, 2], ruled[base, 3]
+        assert two["gain"] > three["gain"] > 0
+        assert two["gate_mass_lost"] > three["gate_mass_lost"] > 0
+        # reading is all: as many times as quick as fewer experts are read
+        fewer = nothing["most_active_experts"] / two["most_active_experts"]
+        if base == "in_order":
+            assert 1 + two["gain"] == pytest.approx(fewer, rel=0.02)
+        assert two["most_active_experts"] == 2
+    second = next(iter(decode.chunks)).part(4, 8)
+    policy = CapacityPolicy(max_active=2, min_expert_load=wanted.min_expert_load)
+    overall = simulate(Trace(decode.header, [second]), {"x": Plan((policy,), (4,))})["plans"]["x"]
+    assert ruled["in_order", 2]["dropped_share"] == overall["overall"]["dropped_share"]
+    line = next(line for line in said["verdict"] if line.startswith("Decode:"))
+    assert "max_active=3" in line
+    assert "max_active=2" in line
+    none = make_plan(decode, goal(READS, max_mass_loss=0.0))[1]
+    assert none["decision"] == "nothing"
+    assert any("stand-ins" in line for line in none["verdict"])
+
+
+def test_each_regime_has_the_caps_that_it_can_bear() -> None:
+    few = replace(COMPUTES, memory=1e16 / 1e5)  # weights rule below some rows
+    wanted = goal(few)
+    rows = wanted.min_expert_load  # an expert; 16 of them, 2 a token
+    assert 2 < rows < 100
+    small, large = made(even, 2, rows * 8 - 1), made(even, 2, rows * 8)
+    assert {p.factor is None for p in options(wanted, small)[1:]} == {True}
+    assert {p.max_active for p in options(wanted, large)} == {None}
+    both = Trace(small.header, [*small.chunks, *large.chunks])
+    kinds = {(p.factor is None, p.max_active is None) for p in options(wanted, both)[1:]}
+    assert kinds == {(True, False), (False, True), (False, False)}
+    assert len(options(wanted, lacking(small, "weights"))) == 1
+    assert len(options(replace(wanted, wanted=Wanted(16)), small)) == 1  # one expert a device
+    _, said = make_plan(both, wanted)
+    assert said["second_half"]["active"]

@@ -23,8 +23,8 @@ from paceline.analysis.cap_study import GAMMAS, cap_study
 from paceline.analysis.cap_words import way_of
 from paceline.analysis.traffic import picked
 from paceline.cli.app import app
+from paceline.environment import environment
 from paceline.plan import Plan
-from paceline.reporting.environment import environment
 from paceline.reporting.trace_figures import plotly_figures, trace_figures, write_figures
 from paceline.reporting.trace_page import report_page
 from paceline.traces import sample, save_trace
@@ -330,6 +330,13 @@ def test_a_plan_file_is_shown_beside_the_caps(tmp_path: Path) -> None:
     assert found["plan"]["gain"] == wanted["gain"]
 
 
+def test_a_plan_file_alone_names_no_trace(tmp_path: Path) -> None:
+    Plan(placements=(8,)).save(tmp_path / "plan.toml")
+    ran = run(tmp_path / "plan.toml", "--json")
+    assert ran.exit_code == 2
+    assert "names no trace" in ran.stderr
+
+
 def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
     broken = tmp_path / "plan.json"
     broken.write_text('{"schema": "paceline-plan/1", "trace": "x"', encoding="utf-8")
@@ -438,3 +445,28 @@ def test_everything_is_judged_on_the_other_trace(tmp_path: Path) -> None:
     wrong = run(LAW, "--judge", "sample:gpt_oss_20b_decode", "--json")
     assert wrong.exit_code == 2
     assert "they are of one model" in wrong.stderr
+
+
+def test_decode_shows_what_max_active_does(law: dict[str, Any]) -> None:
+    assert law["active"] == []  # prefill: rows rule there
+    trace = sample("gpt_oss_20b_decode")
+    found = cap_study(trace)
+    assert [(w["placement"], w["max_active"]) for w in found["active"]] == [
+        ("in order", None), *(("in order", n) for n in (3, 2, 1)),
+        *(("placed", n) for n in (3, 2, 1)),
+    ]  # fmt: skip
+    judged = picked(trace, list(range(32, 64)))
+    for way in found["active"]:
+        own = tuple(
+            ExpertPlacement.explicit(row, 8) for row in found["expert_to_device"][way["placement"]]
+        )
+        policy = CapacityPolicy(max_active=way["max_active"], min_expert_load=64)
+        wanted = simulate(judged, {"x": Plan((policy,), own)})["plans"]["x"]["overall"]
+        for name in ("most_active_experts", "dropped_share", "gate_mass_lost", "lost_tokens"):
+            assert way[name] == wanted[name]
+    page = report_page(
+        found | {"planned": None, "created": "", "command": "", "seconds": None} | environment()
+    )
+    assert page.count("<td>placed</td>") >= 3
+    assert 'id="active"' in page
+    assert 'id="active"' not in report_page(law | environment())

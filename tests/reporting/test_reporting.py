@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from paceline.reporting.environment import environment
+from paceline.environment import environment
+from paceline.files import to_json, write_text
 from paceline.reporting.figures import FLOOR, relative, scatter
-from paceline.reporting.files import to_json, write_text
 from paceline.reporting.load_map import load_map
 from paceline.reporting.page import render
 from paceline.reporting.style import load_colours
-from paceline.reporting.wording import percent, signed_percent, times
+from paceline.wording import percent, signed_percent, times
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from paceline.engines.transformers import stand_in_kernels
 from paceline.routing.kernels import triton_kernels as kernels
 
 
@@ -39,6 +40,11 @@ def main() -> None:
     for weight in ("*i16", "*i32", "*i64"):
         types = ["*i64", weight, "*i32", "*i32", "*i64", "*i32", "*i64", weight, "*i1"]
         build(kernels.apply, types + ["i32"] * 3, {"BLOCK": 1024})
+    sizes = {"OWN": 64, "RANK": 16, "ROWS": 32, "STEP": 64}
+    for x in ("*fp32", "*bf16", "*fp16"):
+        where = ["*i64", "*i32", "*i32", "*fp32", *["i32"] * 4]
+        build(stand_in_kernels.inner, [x, x, "*fp32", *where], sizes)
+        build(stand_in_kernels.outer, [x, "*fp32", x, x, *where], sizes)
     for weight, some in itertools.product(("*bf16", "*fp16", "*fp32", "*fp64"), (False, True)):
         types = ["*i64", weight, "*u8", "*i64", "*i64", "*i64", "*i64", "*u8", *["i32"] * 6, "fp32"]
         for most in (2, 512):

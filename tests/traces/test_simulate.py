@@ -68,6 +68,15 @@ def cases(draw: Any) -> tuple[Trace, Plan]:
         policy = policy.replace(pool="batch")
     if policy.expand == "own_device" and "source" not in known:
         policy = policy.replace(expand="all")
+    if policy.keep == "contribution":  # no trace holds what that needs
+        policy = policy.replace(keep="score")
+    largest = max(placement.sizes)
+    if largest > 1 and policy.pool != "request" and policy.phase == "all" and draw(st.booleans()):
+        enough = draw(st.sampled_from([0.5, 2, 5]))  # rows an expert: batches have up to 11 tokens
+        policy = policy.replace(max_active=draw(st.integers(1, largest - 1)),
+                                min_expert_load=enough)  # fmt: skip
+        if draw(st.booleans()) and policy.expand is None:
+            policy = policy.replace(capacity_factor=None)
     return trace, Plan((policy,), (placement,))
 
 
@@ -132,6 +141,16 @@ def assert_sums(
     assert got["expert_loads_after"] == np.sum(
         [e.expert_loads_after for e in wanted], axis=0
     ).tolist()  # fmt: skip
+
+    def most_active(loads: list[int]) -> int:
+        return max(sum(loads[e] > 0 for e in placement.experts_of(d))
+                   for d in range(placement.num_devices))  # fmt: skip
+
+    for key, tables in (
+        ("most_active_experts_before", [e.expert_loads_before for e in wanted]),
+        ("most_active_experts", [e.expert_loads_after for e in wanted]),
+    ):
+        assert got[key] == pytest.approx(np.mean([most_active(table) for table in tables]))
     before = [busiest(e.expert_loads_before) for e in wanted]
     after = [busiest(e.expert_loads_after) for e in wanted]
     means = [n / placement.num_devices for n in assignments]
@@ -177,6 +196,32 @@ def test_a_batch_just_large_enough_is_capped() -> None:
     assert dropped[8.01] == (0, 64 * 6)
 
 
+def test_max_active_rules_small_batches_alone() -> None:
+    """Steps of 64 x 4 / 32 are 8 rows an expert: below 8.01 devices read few experts."""
+    trace = sample("gpt_oss_20b_decode")
+    plans = {
+        f"{most} {enough} {gamma}": Plan(
+            (CapacityPolicy(max_active=most, min_expert_load=enough, capacity_factor=gamma),), (8,)
+        )
+        for most, enough, gamma in ((2, 8, None), (2, 8.01, None), (3, 8.01, 1.0), (3, 8, 1.0))
+    }
+    found = {name: each["overall"] for name, each in simulate(trace, plans)["plans"].items()}
+    cap = Plan((CapacityPolicy(capacity_factor=1.0, min_expert_load=8),), (8,))
+    wanted = simulate(trace, {"it": cap})["plans"]["it"]["overall"]
+    assert found["2 8 None"]["dropped"] == found["2 8 None"]["batches_ruled_by_max_active"] == 0
+    assert found["3 8 1.0"]["dropped"] == wanted["dropped"] > 0
+    for name, most in (("2 8.01 None", 2), ("3 8.01 1.0", 3)):
+        assert found[name]["batches_ruled_by_max_active"] == 64 * 6
+        assert 3.5 < found[name]["most_active_experts_before"] <= 4
+        assert found[name]["most_active_experts"] <= most
+        assert found[name]["gate_mass_lost"] < found[name]["dropped_share"]
+    lacking = Trace(
+        trace.header, [dataclasses.replace(chunk, weights=None) for chunk in trace.chunks]
+    )
+    with pytest.raises(ValueError, match="max_active=2 needs weights"):
+        simulate(lacking, {"it": plans["2 8.01 None"]})
+
+
 def test_several_plans_and_layers_of_their_own() -> None:
     trace = sample("esft_v2lite_law")
     layers = len(trace.header.layers)
@@ -215,7 +260,11 @@ def test_what_the_trace_lacks_is_said() -> None:
     chunk = dataclasses.replace(next(iter(weightless.chunks)), weights=None)
     weightless = Trace(weightless.header, (chunk,))
     small = {"capacity_factor": 0.5, "min_expert_load": 0}
-    for keep, said in (("weight", "needs weights"), ("score", "needs scores")):
+    for keep, said in (
+        ("weight", "needs weights"),
+        ("score", "needs scores"),
+        ("contribution", "norms"),
+    ):
         plan = Plan((CapacityPolicy(keep=keep, **small),), (8,))
         with pytest.raises(ValueError, match=said):
             simulate(weightless, {"it": plan})

@@ -85,6 +85,9 @@ def test_figures_are_those_of_the_loops(trace: Trace, data: Any) -> None:
     assert math.isclose(overall["best_possible"], best / means.sum(), **close)
     assert math.isclose(overall["perfect_balance_speedup"], devices.max(2).sum() / best, **close)
     assert got["batches"] == len(counts)
+    used = [(counts[:, :, [e for e in range(E) if hosts[e] == d]] > 0).sum(2) for d in range(P)]
+    read = np.array(used).max(0)
+    assert math.isclose(overall["most_active_experts"], read[busy].mean(), **close)
     for layer, figures in enumerate(got["layers"]):
         own, on_device = counts[:, layer], devices[:, layer]
         assert figures["expert_loads"] == own.sum(0).tolist()
@@ -103,6 +106,7 @@ def test_figures_are_those_of_the_loops(trace: Trace, data: Any) -> None:
         assert figures["active_experts"]["min"] == min(active)
         assert figures["active_experts"]["max"] == max(active)
         assert math.isclose(figures["active_experts"]["mean"], np.mean(active), **close)
+        assert math.isclose(figures["most_active_experts"], read[some, layer].mean(), **close)
         pooled = on_device.sum(0).max() / (total.sum() / P)
         assert math.isclose(figures["pooled_device_peak_to_mean"], pooled, **close)
     found = {(g["phase"], g["modality"]): g for g in got["groups"]}

@@ -34,6 +34,7 @@ def start(model: str, dtype: str = "float32", eager: bool = True, **more: Any) -
     """An engine whose batches are the same every time."""
     from paceline.engines.vllm.cpu_fixes import search_beside_numba
 
+    gc.collect()  # an engine that ends takes what all engines of a process share with it
     search_beside_numba()  # earlier tests route: a stock engine would not start after them
     settings: dict[str, Any] = {
         "dtype": dtype,
@@ -62,6 +63,9 @@ def answers(llm: LLM, tokens: int = 8, of: list[Any] | None = None) -> Answer:
 
 def stock_answers(model: str, **settings: Any) -> Answer:
     """What vLLM says before the plugin makes any of its routers."""
+    from vllm.model_executor.layers.fused_moe import layer as moe_layer
+
+    assert not hasattr(moe_layer.create_fused_moe_router, "paceline"), "the plugin is in already"
     llm = start(model, **settings)
     said = answers(llm)
     del llm

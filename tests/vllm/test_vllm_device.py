@@ -35,7 +35,7 @@ def _case(seed: int, rows: int, experts: int, k: int) -> tuple[torch.Tensor, ...
 
 @given(
     seed=st.integers(0, 10**6),
-    rows=st.integers(1, MOST),
+    rows=st.one_of(st.integers(1, MOST), st.sampled_from([5, 6, 9, 10])),  # around the loads below
     factor=st.sampled_from([None, 0.1, 0.5, 1.0, 1.1, 1.25, 3.0]),
     unit=st.sampled_from(["device", "expert"]),
     keep=st.sampled_from(["score", "weight", "first", "last"]),
@@ -111,7 +111,7 @@ def test_a_traced_graph_follows_a_changed_policy() -> None:
     ids, weights, scores, _ = _case(3, rows, experts, k)
     chosen = scores.gather(1, ids.long().clamp(max=experts - 1))
     valid = torch.ones(rows, dtype=torch.bool)
-    placement = ExpertPlacement.contiguous(experts, 4)
+    placement = ExpertPlacement.contiguous(experts, 2)
     start = CapacityPolicy(capacity_factor=1.0, min_expert_load=0.5, max_active=1)
     cap = DeviceCap(start, placement, k, rows, "cpu")
 
@@ -133,7 +133,7 @@ def test_a_traced_graph_follows_a_changed_policy() -> None:
     ):
         policy = start.replace(**changes)
         cap.follow(policy)
-        for mask in (valid, torch.arange(rows) < 11, torch.zeros_like(valid)):
+        for mask in (valid, *(torch.arange(rows) < real for real in (12, 11, 0))):
             inputs = RoutingInputs(
                 topk_ids=ids.clone(), topk_weights=weights.clone(), scores=scores, valid=mask
             )

@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 import row_counter
 import torch
-from engines import DEVICES, EXPERTS, LENGTHS, Capped, K, answers, asked, prompts, start
+from engines import (
+    DEVICES,
+    EXPERTS,
+    LENGTHS,
+    Capped,
+    K,
+    answers,
+    asked,
+    prompts,
+    start,
+    stock_answers,
+)
 from oracle import route_oracle
 from tiny_models import FAMILIES, dtype_of, make
 
@@ -20,6 +31,15 @@ from paceline.engines.vllm.checks import check_settings, out_of_reach
 from paceline.plan import Plan
 
 TOKENS = sum(LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def olmoe(tmp_path_factory: pytest.TempPathFactory) -> Capped:
+    """A tiny OLMoE with the cap in it, and what it said before."""
+    folder = make("olmoe", tmp_path_factory.mktemp("olmoe"))
+    stock = stock_answers(folder)
+    with asked(policy="capacity_factor=1000", devices=str(DEVICES)):
+        return Capped(start(folder), stock, folder)
 
 
 NO_CHANGE = [
@@ -183,6 +203,8 @@ def test_back_to_the_start(olmoe: Capped) -> None:
         ("capacity_factor=1,pool=source", "pool=source needs data and expert parallelism"),
         ("capacity_factor=1,drop_first=image", "drop_first=image is not allowed in vLLM"),
         ("capacity_factor=1,expand=all", "start the server with it"),
+        ("capacity_factor=1,compensate=true", "needs a calibration of this model"),
+        ("capacity_factor=1,keep=contribution", "keep=contribution needs a calibration"),
         ("max_active=2", "max_active=2 can never bind"),
         ("max_active=1,pool=request", 'max_active=1 with pool="request"'),
         ("nonsense", "is not of the form name=value"),
@@ -272,11 +294,13 @@ def test_a_plan_gives_each_layer_its_own(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "olmoe"])
-def test_other_families(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_other_families(family: str, eager: bool, tmp_path: Path) -> None:
     folder, dtype = make(family, tmp_path), dtype_of(family)
+    settings = {} if eager else {"kv_cache_memory_bytes": None}
     with asked(policy="capacity_factor=1000", devices=str(DEVICES)):
-        capped = Capped(start(folder, dtype=dtype), None)
+        capped = Capped(start(folder, dtype=dtype, eager=eager, **settings), None)
         off = capped.prefill(None)
         assert capped.prefill("capacity_factor=1000")["said"] == off["said"]
         done = capped.prefill("capacity_factor=1.0,min_expert_load=0")

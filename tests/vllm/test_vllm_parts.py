@@ -17,9 +17,11 @@ import vllm._custom_ops as ops
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.engines.vllm import control, scores, signatures
+from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, route
+from paceline.engines.vllm import control, layer, scores, signatures
 from paceline.engines.vllm.cpu_experts import fused_experts
 from paceline.engines.vllm.environment import wanted
+from paceline.engines.vllm.layer import CappedLayer, Ranks
 from paceline.engines.vllm.tokens import Batch
 
 EXPERTS, HIDDEN, WIDTH = 6, 32, 32
@@ -117,6 +119,38 @@ def test_a_batch_knows_its_requests_positions_and_phases() -> None:
     assert batch.decode(torch.tensor([3, 9, 7]))[:6].tolist() == [False] * 3 + [True] + [False] * 2
     # a step that verifies two speculated tokens of the third is decoding, however many they are
     assert batch.decode(torch.tensor([3, 9, 4]))[:6].tolist() == [False] * 3 + [True] * 3
+
+
+def test_under_eplb_replicas_are_capped_and_ranked_by_their_experts_scores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """4 experts with 2 replicas each on 4 devices; made up, as EPLB runs on no CPU."""
+    rows, k = 64, 2
+    rng = torch.Generator().manual_seed(0)
+    logits = torch.randn(rows, 4, generator=rng) + torch.tensor([3.0, 0, 0, 0])
+    weights, logical = logits.softmax(1).topk(k)
+    # all of expert 0 goes to its first replica, as when the balance is old
+    physical = torch.where(logical == 0, 0, logical + 4 * (torch.arange(rows)[:, None] % 2)).int()
+    router = SimpleNamespace(eplb_state=object(), logical_ids=logical.int(), scoring_func="softmax")
+    placement = ExpertPlacement.contiguous(8, 4)
+    capped = CappedLayer("layer", 0, router, k, placement, 8, Ranks(), lambda requests: None)
+    policy = CapacityPolicy(capacity_factor=1.0, min_expert_load=0)
+    capped.check(policy)
+    capped.follow(policy)
+    monkeypatch.setattr(layer, "current_batch", lambda rows: Batch(rows, True, tokens=rows))
+    ids, combine = physical.clone(), weights.clone()
+    capped.cap(combine, ids, logits)
+    scores = logits.softmax(1).gather(1, logical)
+    inputs = RoutingInputs(physical, weights, topk_scores=scores, num_experts=8)
+    kept = route(inputs, policy, placement).kept
+    assert torch.equal(ids, torch.where(kept, physical, -1))
+    places = rows * k // 4
+    assert torch.bincount(ids[ids >= 0].long() // 2, minlength=4).max() == places
+    lost = scores[(physical == 0) & ~kept]
+    assert len(lost) > 0
+    assert lost.max() <= scores[(physical == 0) & kept].min()
+    with pytest.raises(ValueError, match="not allowed under EPLB"):
+        capped.check(policy.replace(expand="all"))
 
 
 def test_the_environment_is_read_or_refused(tmp_path: Path) -> None:

@@ -228,6 +228,7 @@ def test_one_server(tmp_path: Path) -> None:
         ]
 
 
+@pytest.mark.long
 def test_prefix_caching_needs_to_be_accepted(tmp_path: Path) -> None:
     """The cache is on, and a change empties it: what a cap computed isn't read without one."""
     low = "capacity_factor=0.4,min_expert_load=0"

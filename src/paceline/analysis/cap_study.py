@@ -6,7 +6,7 @@ placement hasn't seen. Time is the planner's business.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,16 +27,18 @@ from paceline.analysis.traffic import (
 from paceline.placement import ExpertPlacement
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
+from paceline.progress import Progress
 from paceline.traces import Trace
 from paceline.traces.bearing import keeps_of
 from paceline.traces.loads import trace_loads
 from paceline.traces.simulate import simulate
-
-Progress = Callable[[int, int, str], None]
+from paceline.traces.tables import load_tables
 
 SCHEMA = "paceline-report/1"
 GAMMAS = (0.5, 0.75, 1.0, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0)
 UNITS = ("device", "expert")
+SMALL_LOAD = 64
+"""Rows an expert below which weights rule on a GPU."""
 AXES = {
     "gain": "sum over batches and layers of the busiest device's rows, in order and uncapped / "
     "with this cap and placement; a bound from loads, no time",
@@ -105,6 +107,7 @@ def cap_study(
     else:
         seen, keep = cut, None
         ways, of_plan = _uncapped(cut, part, placements), None
+    active = _active(seen, placements) if keep else []
     if ways[0]["busiest_device"] is None:
         raise ValueError(f"{trace.where} has no assignment to judge by.")
     result = {
@@ -134,6 +137,7 @@ def cap_study(
         },
         "loads": trace_loads(cut, order, progress=steps.of("loads")),
         "ways": ways,
+        "active": active,
         "plan": of_plan,
     }
     result["verdict"] = said(result)
@@ -208,6 +212,36 @@ def _capped(
     return ways, _figures(found["plan"], placements[PLACED if plan.placements else IN_ORDER]) | {
         "policy": found["plan"]["policy"]
     }
+
+
+def _active(
+    trace: Trace, placements: Mapping[str, Sequence[ExpertPlacement]]
+) -> list[dict[str, Any]]:
+    """What every max_active does, where batches are so small that weights rule on a GPU too."""
+    small = all(
+        table.tokens is not None
+        and bool((table.tokens * layer.k < SMALL_LOAD * layer.experts).all())
+        for table in load_tables(trace)
+        for layer in trace.header.layers
+        if layer.k is not None
+    )
+    most = min(max(own.sizes) for each in placements.values() for own in each)
+    if not small or "weight" not in keeps_of(trace):
+        return []
+    plans = {"": Plan(placements=tuple(placements[IN_ORDER]))}
+    for placement, own in placements.items():
+        for count in range(most - 1, 0, -1):
+            policy = CapacityPolicy(max_active=count, min_expert_load=SMALL_LOAD)
+            plans[f"{placement} {count}"] = Plan((policy,), tuple(own))
+    found = {name: each["overall"] for name, each in simulate(trace, plans)["plans"].items()}
+    names = ("most_active_experts", "dropped_share", "gate_mass_lost", "lost_tokens")
+    return [
+        {"placement": placement, "max_active": count or None}
+        | {key: found[f"{placement} {count}" if count else ""][key] for key in names}
+        for placement, count in [
+            (IN_ORDER, 0), *((p, n) for p in placements for n in range(most - 1, 0, -1)),
+        ]
+    ]  # fmt: skip
 
 
 def _figures(of_plan: Mapping[str, Any], placements: Sequence[ExpertPlacement]) -> dict[str, Any]:

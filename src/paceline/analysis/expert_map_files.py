@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from paceline.analysis.expert_map import ExpertMap
-from paceline.whole_file import whole_file
+from paceline.files import whole_file
 
 
 def vllm(maps: Mapping[int, ExpertMap], hidden_layers: int) -> str:

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from paceline.files import whole_file
 from paceline.text import shortened
-from paceline.whole_file import whole_file
 
 Precision = Literal["bf16", "fp8", "fp4"]
 BYTES: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.5}

@@ -3,75 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.analysis.degenerate import LayerEvidence, reasons
 from paceline.analysis.loads import busiest, combine_peaks
 from paceline.balance import straggler_loss
+from paceline.batches import Batch, Sampling, check_length, make_batches
 from paceline.engines.facts import Facts
 from paceline.engines.settings import PlacementsLike, PoliciesLike
-from paceline.evaluation.batches import (
-    Batch,
-    Sequences,
-    check_length,
-    cut,
-    mixed,
-    separate,
-    tokens_by_source,
-)
-from paceline.numbers import check_count
 from paceline.placement import ExpertPlacement
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
-from paceline.reporting.wording import placed
+from paceline.progress import Progress
 from paceline.routing import Assignment, RoutingInputs
+from paceline.wording import placed
 
-Progress = Callable[[int, int, str], None]
 SCHEMA = "paceline-loads/2"
-_CHARACTERS = 64  # more than a token has on average, in any text
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Which tokens to run and how.
-
-    Attributes:
-        tokens: at most so many in all, shared equally by the texts.
-        batch_size: sequences a batch.
-        sequence_length: tokens a sequence.
-        mix: deal the sequences of all texts into every batch, else batches of one text.
-    """
-
-    tokens: int = 16384
-    batch_size: int = 16
-    sequence_length: int = 256
-    mix: bool = False
-
-    def __post_init__(self) -> None:
-        for name, least in (("tokens", 2), ("batch_size", 1), ("sequence_length", 2)):
-            check_count(name, getattr(self, name), least)
-
-
-def make_batches(
-    tokenizer: Any, texts: Mapping[str, str], sampling: Sampling
-) -> tuple[list[Batch], Mapping[str, int]]:
-    """Batches of the texts and the tokens used of each.
-
-    Raises:
-        ValueError: if a text is empty, or mixing needs longer texts.
-    """
-    if not texts:
-        raise ValueError("texts is empty: allowed is at least one text.")
-    share = max(2, sampling.tokens // len(texts))
-    parts: list[Sequences] = []
-    for name, text in texts.items():
-        start = text[: _CHARACTERS * share]  # a huge file is not tokenised to its end
-        ids = tokenizer(start, add_special_tokens=False, verbose=False)["input_ids"]
-        parts.append(cut(name, ids[:share], sampling.sequence_length))
-    deal = mixed if sampling.mix else separate
-    return deal(parts, sampling.batch_size), tokens_by_source(parts)
 
 
 def observe_loads(

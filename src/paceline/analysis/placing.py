@@ -8,7 +8,7 @@ they can't tell what happens when the traffic turns. A second trace can.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,10 +20,10 @@ from paceline.analysis.expert_map import ExpertMap, Loads
 from paceline.analysis.placement_search import Shape, greedy_map, search_map
 from paceline.analysis.traffic import Part, batch_loads, batches_of, count_batches, pieces_of
 from paceline.balance import straggler_loss
+from paceline.progress import Progress
 from paceline.traces import Trace
 
 Maps = list[ExpertMap]
-Progress = Callable[[int, int, str], None]
 
 SCHEMA = "paceline-place/1"
 AXES = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,13 +14,12 @@ from paceline.analysis.cost import STAGES, LayerShape, layer_cost
 from paceline.analysis.expert_map import ExpertMap, Loads
 from paceline.analysis.hardware import Hardware
 from paceline.plan import Plan
+from paceline.progress import Progress
 from paceline.routing import Assignment
 from paceline.traces import Trace
 from paceline.traces.chunk import Chunk
 from paceline.traces.simulate import simulate
 from paceline.traces.trace import Chunks
-
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass
@@ -34,6 +33,7 @@ class Costs:
         bytes: [layers] bytes that all devices send.
         receive_bytes: [layers] most bytes that a device ever receives in a dispatch.
         lost: [layers] share of the gate mass dropped; of the assignments, where it is unknown.
+        most_active: experts with a row on the device with the most, mean over batches and layers.
         dropped_share: over layers and batches.
         gate_mass_lost: likewise; None: unknown.
     """
@@ -44,6 +44,7 @@ class Costs:
     bytes: list[float] = field(default_factory=list)
     receive_bytes: list[float] = field(default_factory=list)
     lost: list[float] = field(default_factory=list)
+    most_active: float = 0.0
     dropped_share: float = 0.0
     gate_mass_lost: float | None = None
 
@@ -54,6 +55,7 @@ class Costs:
             "stages": {name: sum(each) * 1e6 for name, each in self.stages.items()},
             "bytes_sent": sum(self.bytes),
             "receive_buffer_bytes": max(self.receive_bytes),
+            "most_active_experts": self.most_active,
             "dropped_share": self.dropped_share,
             "gate_mass_lost": self.gate_mass_lost,
             "layers": [seconds * 1e6 for seconds in self.seconds],
@@ -135,6 +137,7 @@ def plan_costs(
             costs.lost.append(lost(result["layers"][layer]))
             for stage in STAGES:
                 costs.stages[stage].append(float(cost.seconds[stage].mean()))
+        costs.most_active = result["overall"]["most_active_experts"]
         costs.dropped_share = result["overall"]["dropped_share"]
         costs.gate_mass_lost = result["overall"]["gate_mass_lost"]
         out[name] = costs

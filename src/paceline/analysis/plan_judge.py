@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,10 +16,10 @@ from paceline.analysis.plan_goal import Goal
 from paceline.analysis.traffic import Part, count_batches, pieces_of
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
+from paceline.progress import Progress
 from paceline.traces import Trace
 from paceline.traces.bearing import keeps_of, pools_of
 
-Progress = Callable[[int, int, str], None]
 Chosen = Mapping[str, Mapping[float, list[CapacityPolicy]]]
 """Placement ("in_order" or "placed") -> budget of gate mass -> policy of each layer."""
 
@@ -54,15 +54,26 @@ def fitted(trace: Trace, part: Part, wanted: Wanted, progress: Progress | None =
     return Fitted(alone, [search_map(loads, wanted.shape(loads.shape[1])) for loads in copies])
 
 
-def judged(trace: Trace, found: Fitted, chosen: Chosen, goal: Goal, steps: Steps) -> dict[str, Any]:
+def judged(
+    trace: Trace,
+    found: Fitted,
+    chosen: Chosen,
+    allowed: Sequence[CapacityPolicy],
+    goal: Goal,
+    steps: Steps,
+) -> dict[str, Any]:
     """What every way costs on batches that took no part in choosing it, as JSON-able values.
 
-    `take` adds the ways with caps, once it is known which of the frontier's are taken.
+    `take` adds the ways with caps, once it is known which of the frontier's are taken. "active" is
+    what every max_active among the policies that are `allowed` gives, the same in all layers.
     """
     maps = {"in_order": in_order(found.alone), "placed": found.alone}
     plans = {base: layer_plan(trace, own, []) for base, own in maps.items()}
     points = [(base, budget) for base in maps for budget in sorted(chosen[base])]
     plans |= {f"{b} {x}": layer_plan(trace, maps[b], chosen[b][x]) for b, x in points}
+    actives = [p for p in allowed if p.max_active is not None and p.factor is None]
+    narrowed = [(b, policy) for b in maps for policy in actives]
+    plans |= {f"{b} {p.max_active} active": layer_plan(trace, maps[b], [p]) for b, p in narrowed}
     costs = plan_costs(trace, plans, goal.shape, goal.hardware, steps.of("judged"))
     base = sum(costs["in_order"].seconds)
     out: dict[str, Any] = {
@@ -73,6 +84,11 @@ def judged(trace: Trace, found: Fitted, chosen: Chosen, goal: Goal, steps: Steps
         },
         "frontier": [
             {"placement": b, "budget": x} | _said(costs[f"{b} {x}"], base) for b, x in points
+        ],
+        "active": [
+            {"placement": b, "max_active": p.max_active}
+            | _said(costs[f"{b} {p.max_active} active"], base)
+            for b, p in narrowed
         ],
         "perfect_balance_gain": base / sum(costs["in_order"].balanced) - 1,
     }
@@ -136,7 +152,7 @@ def variants(
         steps: progress.
     """
     plans = {
-        name: layer_plan(trace, maps, [p.replace(**change) if p.caps else p for p in policies])
+        name: layer_plan(trace, maps, [p.replace(**change) if _varies(p) else p for p in policies])
         for name, change in _variants(trace, policies).items()
     }
     if not plans:
@@ -145,9 +161,14 @@ def variants(
     return [{"change": name} | _said(costs[name], base / 1e6) for name in plans]
 
 
+def _varies(policy: CapacityPolicy) -> bool:
+    """Whether a policy caps rows alone: max_active bears neither request pools nor every load."""
+    return policy.caps and policy.factor is not None and policy.max_active is None
+
+
 def _variants(trace: Trace, policies: Sequence[CapacityPolicy]) -> dict[str, dict[str, Any]]:
     """What else the caps of a plan could say, as far as the trace tells what that needs."""
-    caps = [policy for policy in policies if policy.caps]
+    caps = [policy for policy in policies if _varies(policy)]
     if not caps:
         return {}
     possible: dict[str, dict[str, Any]] = {

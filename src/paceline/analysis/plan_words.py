@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.analysis.cap_words import of_what
+from paceline.analysis.cap_words import lost, of_what
 
 Ways = Mapping[str, Mapping[str, Any]]
 
@@ -32,14 +32,15 @@ def verdict(result: Mapping[str, Any]) -> tuple[str, list[str]]:
         lines.append(line)
         if "place" not in decision and own >= result["min_gain"]:
             lines.append(
-                "It loses nothing: where traffic stays as it was fitted, place (a plan without "
-                "--judge does)."
+                "The placement loses nothing: where traffic stays as it was fitted, place (a plan "
+                "without --judge does)."
             )
     else:
         lines.append(
             "Judged on the second half of the same traffic, which can't tell what happens when "
             "traffic turns: give a second trace with --judge."
         )
+    lines += _active_said(part, result, decision)
     lines += _caps_said(result, decision, of_what(part["ways"]["nothing"]))
     replicas = part["ways"].get("replicas")
     if replicas is not None:
@@ -60,7 +61,9 @@ def verdict(result: Mapping[str, Any]) -> tuple[str, list[str]]:
 def _decide(part: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[str, list[str]]:
     ways, least = part["ways"], result["min_gain"]
     ceiling, base = part["perfect_balance_gain"], ways["nothing"]
-    if ceiling < least:
+    place, cap, both = (ways[name] for name in ("place", "cap", "place and cap"))
+    # in decode a cap may gain more than balance would: it saves reading experts
+    if ceiling < least and max(cap["gain"], both["gain"]) < least:
         share = base["stages"]["experts"] / base["microseconds"]
         return "nothing", [
             f"Not worth it: perfect balance would gain {ceiling:.1%} of a step of "
@@ -71,7 +74,6 @@ def _decide(part: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[str, li
         f"A step of {base['microseconds']:.0f} us through the MoE layers could be {ceiling:.1%} "
         "faster with perfect balance."
     ]
-    place, cap, both = (ways[name] for name in ("place", "cap", "place and cap"))
     more = (1 + both["gain"]) / (1 + place["gain"]) - 1
     lines.append(f"Placement alone gains {place['gain']:.1%} and loses nothing.")
     if place["gain"] >= least:
@@ -85,6 +87,13 @@ def _decide(part: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[str, li
             f"A cap on top would gain {more:.1%} more, for {_price(both)}: place, don't cap.",
         ]
     if cap["gain"] >= least:
+        more = (1 + both["gain"]) / (1 + cap["gain"]) - 1
+        if more >= least:
+            return "place and cap", [
+                *lines,
+                f"A cap gains {cap['gain']:.1%}, and {more:.1%} more on placed experts, for "
+                f"{_price(both)}: place and cap.",
+            ]
         return "cap", [
             *lines,
             f"A cap gains {cap['gain']:.1%}, for {_price(cap)}: cap, don't place.",
@@ -100,6 +109,35 @@ def _decide(part: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[str, li
         f"{cap['gain']:.1%}, both together {both['gain']:.1%}: not worth it by the {least:.0%} "
         "asked for.",
     ]
+
+
+def _active_said(part: Mapping[str, Any], result: Mapping[str, Any], decision: str) -> list[str]:
+    """What capping active experts gives and loses, where a traffic has batches that are small."""
+    base = "placed" if "place" in decision else "in_order"
+    points = [point for point in part["active"] if point["placement"] == base]
+    if not points:
+        return []
+    before = part["ways"]["place" if base == "placed" else "nothing"]
+    given = "; ".join(
+        f"max_active={point['max_active']} {_gain_over(point, before):+.1%} for {_price(point)}"
+        for point in sorted(points, key=lambda point: -point["max_active"])[:3]
+    )
+    lines = [
+        f"Decode: batches below {result['min_expert_load']} rows an expert wait for weights, and "
+        f"the device with the most reads {before['most_active_experts']:.1f} experts. Capping "
+        f"those gives: {given}."
+    ]
+    most = result["max_mass_loss"]
+    if all(lost(point) > most for point in points):
+        lines.append(
+            f"Each loses more than the {most:.1%} that a cap may: allow more (--max-mass-loss) if "
+            "quality with stand-ins (paceline calibrate, compensate=true) bears it."
+        )
+    return lines
+
+
+def _gain_over(point: Mapping[str, Any], before: Mapping[str, Any]) -> float:
+    return float((1 + point["gain"]) / (1 + before["gain"]) - 1)
 
 
 def _caps_said(result: Mapping[str, Any], decision: str, what: str) -> list[str]:

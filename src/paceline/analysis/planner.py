@@ -8,7 +8,7 @@ mass is a proxy for quality and no more: measure quality before a cap goes into 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from paceline.analysis.expert_map import ExpertMap
@@ -25,22 +25,17 @@ from paceline.analysis.plan_judge import (
     variants,
     within,
 )
+from paceline.analysis.plan_options import options
 from paceline.analysis.plan_words import verdict
 from paceline.analysis.traffic import Part, batches_of, count_batches, picked, spread_over
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
+from paceline.progress import Progress
 from paceline.traces import Trace
-from paceline.traces.bearing import check_bearing, keeps_of
-
-Progress = Callable[[int, int, str], None]
 
 SCHEMA = "paceline-plan/1"
-DEVICE_FACTORS = (1.0, 1.1, 1.25, 1.5, 2.0)
-EXPERT_FACTORS = (1.0, 1.25, 1.5, 2.0)
 MAX_BATCHES = 32
 """Batches that each part of the work looks at, evenly spaced where there are more."""
-
-_NONE = CapacityPolicy(mode="observe")
 
 
 def make_plan(
@@ -89,9 +84,10 @@ def make_plan(
     steps = Steps(progress, 5 + parts * (1 if judge is None else 2))
     first = fitted(cut, Part(0, half), goal.wanted, steps.of("placing by half"))
     fit_trace = picked(cut, spread_over(Part(0, half), MAX_BATCHES))
-    options = _options(goal, trace if judge is None else judge, trace)
+    other = None if judge is None else batches_of(judge, batch_tokens)
+    allowed = options(goal, fit_trace, *([] if other is None else [other]))
     chosen = {
-        base: _choose(fit_trace, maps, options, goal, steps)
+        base: _choose(fit_trace, maps, allowed, goal, steps)
         for base, maps in (("in_order", in_order(first.alone)), ("placed", first.alone))
     }
     rest = picked(cut, spread_over(Part(half, batches), MAX_BATCHES))
@@ -110,17 +106,16 @@ def make_plan(
         "batches": batches,
         "batch_tokens": batch_tokens,
         "layers": [layer.name for layer in trace.header.layers],
-        "second_half": judged(rest, first, chosen, goal, steps),
+        "second_half": judged(rest, first, chosen, allowed, goal, steps),
         "other_trace": None,
     }
     deciding, seen, maps = result["second_half"], rest, first.alone
     whole = fitted(cut, Part(0, batches), goal.wanted, steps.of("placing by all"))
-    if judge is not None:
-        other = batches_of(judge, batch_tokens)
+    if judge is not None and other is not None:
         part = picked(other, spread_over(Part(0, count_batches(other)), MAX_BATCHES))
         result["other_trace"] = {
             "trace": judge.where,
-            **judged(part, whole, chosen, goal, steps),
+            **judged(part, whole, chosen, allowed, goal, steps),
         }
         deciding, seen, maps = result["other_trace"], part, whole.alone
     budgets = {base: within(deciding, base, goal.max_mass_loss) for base in chosen}
@@ -144,17 +139,17 @@ def make_plan(
 def _choose(
     trace: Trace,
     maps: Sequence[ExpertMap],
-    options: Sequence[CapacityPolicy],
+    allowed: Sequence[CapacityPolicy],
     goal: Goal,
     steps: Steps,
 ) -> dict[float, list[CapacityPolicy]]:
     """Budget -> the policy of each layer, for the frontier's budgets and the goal's own."""
-    plans = {str(i): layer_plan(trace, maps, [option]) for i, option in enumerate(options)}
+    plans = {str(i): layer_plan(trace, maps, [option]) for i, option in enumerate(allowed)}
     costs = plan_costs(trace, plans, goal.shape, goal.hardware, steps.of("choosing caps"))
     times = [costs[name].seconds for name in plans]
     losses = [costs[name].lost for name in plans]
     return {
-        budget: [options[i] for i in allot(times, losses, budget)]
+        budget: [allowed[i] for i in allot(times, losses, budget)]
         for budget in {*BUDGETS, goal.max_mass_loss}
     }
 
@@ -198,28 +193,6 @@ def allot(
         middle = (low + high) / 2
         low, high = (middle, high) if lost(at(middle)) > budget else (low, middle)
     return at(high)
-
-
-def _options(goal: Goal, *traces: Trace) -> list[CapacityPolicy]:
-    """What a layer may get, by what all the traces hold; the first is no cap."""
-    keep = next(k for k in keeps_of(traces[0]) if all(k in keeps_of(t) for t in traces))
-    common: dict[str, Any] = {"keep": keep, "pool": goal.pool}
-    caps = [("device", f) for f in DEVICE_FACTORS] + [("expert", f) for f in EXPERT_FACTORS]
-    options = [
-        _NONE,
-        *(
-            CapacityPolicy(
-                capacity_factor=factor,
-                unit=unit,
-                min_expert_load=goal.min_expert_load,
-                **common,
-            )
-            for unit, factor in caps
-        ),
-    ]
-    for trace in traces:
-        check_bearing(trace, options[-1], "the plan's caps")
-    return options
 
 
 def _check(trace: Trace, goal: Goal) -> None:

@@ -2,12 +2,12 @@
 
 A piece is a part of a batch, of at most 64 tokens where the trace says what each token chose; else
 a whole batch. Memory is bounded: pieces are merged with their neighbours as they get many, and
-batches are handed on, not kept.
+batches are handed on; the few that are picked to be routed again and again are kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -16,12 +16,11 @@ import torch
 
 from paceline.analysis.expert_map import Loads
 from paceline.analysis.placement_search import MAX_PIECES, PIECE_TOKENS
+from paceline.progress import Progress
 from paceline.traces import Trace
 from paceline.traces.chunk import Chunk
 from paceline.traces.tables import load_tables
 from paceline.traces.trace import Chunks
-
-Progress = Callable[[int, int, str], None]
 
 BATCH_TOKENS = 1024
 """Tokens of a batch to judge on, where the trace's own batches were no forwards."""
@@ -140,13 +139,13 @@ def spread_over(part: Part, at_most: int) -> list[int]:
 
 
 def picked(trace: Trace, numbers: list[int]) -> Trace:
-    """Only some batches of a trace of choices, by ascending number.
+    """Only some batches of a trace of choices, by ascending number; they are kept in memory.
 
     >>> from paceline.traces import sample
     >>> count_batches(picked(sample("gpt_oss_20b_decode"), [0, 5, 63]))
     3
     """
-    return Trace(trace.header, _Picked(trace.chunks, numbers), trace.where)
+    return Trace(trace.header, tuple(_picked(trace.chunks, numbers)), trace.where)
 
 
 def _counts(trace: Trace) -> Iterator[Loads]:
@@ -174,25 +173,17 @@ class _Cut:
                 yield _cut(chunk, first, end)
 
 
-class _Picked:
+def _picked(chunks: Chunks, numbers: list[int]) -> Iterator[Chunk]:
     """Chunks with some batches each."""
-
-    def __init__(self, chunks: Chunks, numbers: list[int]) -> None:
-        self._chunks, self._numbers = chunks, numbers
-
-    def __len__(self) -> int:
-        return len(self._chunks)
-
-    def __iter__(self) -> Iterator[Chunk]:
-        start = 0
-        for chunk in self._chunks:
-            mine = [n - start for n in self._numbers if start <= n < start + chunk.batches]
-            start += chunk.batches
-            if mine:
-                edges = chunk.starts.tolist()
-                rows = [torch.arange(edges[n], edges[n + 1]) for n in mine]
-                lengths = torch.tensor([0, *(len(part) for part in rows)])
-                yield chunk.take(torch.cat(rows), lengths.cumsum(0))
+    start = 0
+    for chunk in chunks:
+        mine = [n - start for n in numbers if start <= n < start + chunk.batches]
+        start += chunk.batches
+        if mine:
+            edges = chunk.starts.tolist()
+            rows = [torch.arange(edges[n], edges[n + 1]) for n in mine]
+            lengths = torch.tensor([0, *(len(part) for part in rows)])
+            yield chunk.take(torch.cat(rows), lengths.cumsum(0))
 
 
 def _cut(chunk: Chunk, first: int, end: int) -> Chunk:

@@ -102,7 +102,11 @@ def slowest_device(experts: Experts, work: Sequence[DeviceWork], repeats: int = 
 
 
 def time_in_turn(
-    experts: Experts, work: Mapping[str, Sequence[DeviceWork]], rounds: int, repeats: int = 1
+    experts: Experts,
+    work: Mapping[str, Sequence[DeviceWork]],
+    rounds: int,
+    repeats: int = 1,
+    spread: Mapping[str, Callable[[], object]] | None = None,
 ) -> dict[str, list[float]]:
     """Seconds of the slowest device under several policies, in an order of each round's own.
 
@@ -111,18 +115,35 @@ def time_in_turn(
         work: policy -> [devices].
         rounds: each runs every policy.
         repeats: runs of a device in a round, the fastest of which counts.
+        spread: policy -> further work, of which every device does an equal share.
 
     Returns:
         policy -> [rounds].
     """
+    further = spread or {}
+
+    def seconds_of(name: str) -> float:
+        slowest = slowest_device(experts, work[name], repeats)
+        if name not in further:
+            return slowest
+        return slowest + min(_seconds(further[name]) for _ in range(repeats)) / len(work[name])
+
     seconds: dict[str, list[float]] = {name: [] for name in work}
     with torch.inference_mode():
-        for devices in work.values():  # touch the memory and the code once, untimed
+        for name, devices in work.items():  # touch the memory and the code once, untimed
             slowest_device(experts, devices)
+            if name in further:
+                further[name]()
         for turn in range(rounds):
             for name in shuffled(list(work), turn):
-                seconds[name].append(slowest_device(experts, work[name], repeats))
+                seconds[name].append(seconds_of(name))
     return seconds
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.thread_time()
+    run()
+    return time.thread_time() - start
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,10 @@ def placements_of(plan: Plan, experts: Sequence[int], ranks: int | None) -> list
     Raises:
         ValueError: if the plan doesn't fit the layers or the ranks.
     """
-    plan.check_layers(len(experts))
+    plan.refuse_replicas()
     given = plan.placements or (ranks or DEVICES,)
+    if len(given) not in (1, len(experts)):
+        raise ValueError(f"the plan places {len(given)} layers: the model has {len(experts)}.")
     return [
         _read(given[index % len(given)], count, ranks, index) for index, count in enumerate(experts)
     ]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from paceline.batches import check_length
 from paceline.bench import model as whole_model
 from paceline.bench.emulated import CLOCK
 from paceline.bench.layer import emulate_layer
@@ -27,12 +28,11 @@ from paceline.bench.workload import (
     parse_policies,
     skewed_workload,
 )
-from paceline.evaluation.batches import check_length
+from paceline.environment import environment
 from paceline.numbers import check_count
 from paceline.plan import Plan
-from paceline.reporting.environment import environment
-from paceline.reporting.wording import placed
 from paceline.routing import RoutingInputs
+from paceline.wording import placed
 
 Progress = Callable[[], None]
 EMULATED, RANKS = "emulated devices", "ranks"

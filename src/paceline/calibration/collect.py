@@ -7,7 +7,7 @@ of experts are looked at, so that any layer which `attach` handles can be calibr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,17 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.analysis.observe import Sampling, make_batches
+from paceline.batches import Batch, Sampling, check_length, make_batches
+from paceline.calibration.drops import CAPS
 from paceline.calibration.file import Calibration
 from paceline.calibration.identity import LayerIdentity
 from paceline.calibration.layer import LayerCalibration
 from paceline.calibration.layer_fit import FOLDS, fit_layer
 from paceline.calibration.rows import Rows, Seen
 from paceline.calibration.unfinished import Unfinished
-from paceline.evaluation.batches import Batch, check_length
+from paceline.engines.facts import Facts
 from paceline.numbers import check_count
-
-Progress = Callable[[int, int, str], None]
+from paceline.policy import CapacityPolicy
+from paceline.progress import Progress
+from paceline.routing import Assignment, RoutingInputs
 
 MEMORY = 2 << 30
 """Bytes for the inputs of layers, beside the model and one expert's rows."""
@@ -39,6 +41,7 @@ def calibrate(
     *,
     rank: int = 16,
     devices: int | None = None,
+    caps: Sequence[CapacityPolicy] = CAPS,
     sampling: Sampling | None = None,
     memory: int = MEMORY,
     unfinished: Path | None = None,
@@ -53,6 +56,7 @@ def calibrate(
             of padding (attention_mask) teach nothing.
         rank: of a stand-in, at most.
         devices: to search a placement of every layer's experts for; None: none.
+        caps: that stand-ins are to be good for: rows that these drop count most.
         sampling: which tokens of texts to run.
         memory: bytes for layers' inputs; with less, the texts are run more often.
         unfinished: folder where finished layers are kept, so that a run of the same model, texts
@@ -76,6 +80,8 @@ def calibrate(
     else:
         batches, tokens = list(texts), _tokens(texts)
     text_of_row, part_of_row = _parts(batches, list(tokens))
+    sizes = torch.tensor([batch.ids.numel() for batch in batches])
+    batch_of_row = torch.arange(len(batches)).repeat_interleave(sizes)
     held_out = "texts" if len(tokens) > 1 else "parts"
     with attach(model) as pace:
         identity = pace.identity()
@@ -87,7 +93,8 @@ def calibrate(
 
         kept = None
         if unfinished is not None:
-            settings = (type(model).__name__, identity, dict(tokens), rank, devices)
+            said = tuple(map(str, caps))
+            settings = (type(model).__name__, identity, dict(tokens), rank, devices, said)
             kept = Unfinished(unfinished, settings, [batch.ids for batch in batches], calibration)
         found = {} if kept is None else kept.found(len(identity))
         experts = [layer.num_experts for layer in identity]
@@ -111,9 +118,9 @@ def calibrate(
                     if not seen and index == missing[0]:
                         raise ValueError(f"layer {layer.name} saw no token of the texts.")
                     break
-                rows = Rows(seen.pop(layer.name), layer, text_of_row, part_of_row)
+                rows = Rows(seen.pop(layer.name), layer, text_of_row, part_of_row, batch_of_row)
                 fitted = partial(tell, layer.name, 1)
-                found[index] = fit_layer(rows, rank, len(tokens), devices, fitted)
+                found[index] = fit_layer(rows, rank, len(tokens), devices, fitted, caps)
                 if kept is not None:
                     kept.keep(index, found[index])
     return calibration(*(found[index] for index in range(len(identity))))
@@ -174,7 +181,7 @@ def _run(model: Any, batch: Batch) -> None:
 def _watching(pace: Any, wanted: Sequence[str], room: int) -> Iterator[dict[str, Seen]]:
     """Keep what the first of the wanted layers' experts are given, `room` bytes a token in all."""
     seen: dict[str, Seen] = {}
-    free = room
+    free, ranked = room, dict[str, Tensor]()
 
     def keep(name: str, run: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         nonlocal free
@@ -184,15 +191,26 @@ def _watching(pace: Any, wanted: Sequence[str], room: int) -> Iterator[dict[str,
                 size = flat.shape[1] * flat.element_size() + ids.shape[1] * ids.element_size()
                 if size <= free or not seen:
                     free -= size
-                    seen[name] = Seen(run, [], [], weights.dtype, hidden.device)
+                    seen[name] = Seen(run, [], [], [], weights.dtype, hidden.device)
             if name in seen:
                 seen[name].hidden.append(flat.to("cpu", copy=True))
                 seen[name].ids.append(ids.to("cpu", copy=True))
+                seen[name].metric.append(ranked[name])
         out: Tensor = run(hidden, ids, weights)
         return out
 
-    undo = pace.replace_experts(keep)
+    def rank(name: str, inputs: RoutingInputs, _: Assignment) -> None:
+        """Before its experts run; of layers that are not wanted the last one is forgotten."""
+        scores, ids = inputs.scores, inputs.topk_ids
+        if scores is None:
+            metric = inputs.topk_weights if inputs.topk_scores is None else inputs.topk_scores
+        else:
+            metric = scores.gather(1, ids.long().clamp(0, scores.shape[1] - 1))
+        ranked[name] = metric.float().to("cpu", copy=True)
+
+    undo, unwatch = pace.replace_experts(keep), pace.watch(rank, Facts(scores=True))
     try:
         yield seen
     finally:
+        unwatch()
         undo()

@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 
 from paceline.calibration.identity import LayerIdentity
 from paceline.calibration.layer import LayerCalibration, layer_from
+from paceline.files import whole_file
 from paceline.placement import ExpertPlacement
 from paceline.plan import Plan
-from paceline.whole_file import whole_file
 
 FILE = "calibration.safetensors"
 """In the folder of a calibration."""

@@ -1,8 +1,8 @@
 """Fit an expert's stand-in: the low-rank ridge regression of its output on its input.
 
 Reduced-rank ridge regression (Mukherjee and Zhu, Statistical Analysis and Data Mining 2011): of
-all maps of at most that rank, the one with the least squared error plus ridge penalty. Every row
-counts alike: weighting by combine weights is worse, as a cap drops assignments of low weight.
+all maps of at most that rank, the one with the least squared error plus ridge penalty. How much a
+row counts is said by `paceline.calibration.drops`.
 
 One Cholesky factor a ridge, and subspace iteration (Halko, Martinsson and Tropp, SIAM Review 2011)
 for the directions: no eigenvalue decomposition of a [hidden, hidden] matrix.
@@ -77,7 +77,7 @@ def fit(seen: Moments, rank: int, ridge: float) -> StandInFit:
         raise ValueError(f"ridge={ridge!r} is not allowed: it is a finite number > 0.")
     hidden = len(seen.mean)
     rank = min(rank, seen.rows // ROWS_PER_RANK, hidden)
-    if rank == 0 or _constant(float(seen.xx.trace()), seen.mean, seen.rows):
+    if rank == 0 or _constant(float(seen.xx.trace()), seen.mean, seen.weight):
         return none(hidden)
     penalized = seen.xx.clone()
     penalized.diagonal().add_(ridge * float(seen.xx.trace()) / hidden)
@@ -93,12 +93,12 @@ def fit(seen: Moments, rank: int, ridge: float) -> StandInFit:
     for _ in range(_ITERATIONS):
         block = torch.linalg.qr(explained(block)).Q
     energy, turn = torch.linalg.eigh(block.T @ explained(block))
-    floor = max(float(energy[-1]) * _SMALLEST, _floor(seen.bias, seen.rows, seen.yy))
+    floor = max(float(energy[-1]) * _SMALLEST, _floor(seen.bias, seen.weight, seen.yy))
     up = block @ turn[:, -rank:][:, energy[-rank:] > floor]
     if up.shape[1] == 0:  # outputs that are all alike depend on nothing
         return none(hidden)
     down = torch.cholesky_solve(seen.xy @ up, factor).T
-    variance, axes = torch.linalg.eigh(down @ seen.xx @ down.T / seen.rows)
+    variance, axes = torch.linalg.eigh(down @ seen.xx @ down.T / seen.weight)
     scale = variance.clamp(min=float(variance[-1]) * _SMALLEST).sqrt()
     return StandInFit(seen.bias, up @ axes * scale, (axes / scale).T @ down, seen.mean)
 
@@ -113,10 +113,10 @@ def none(hidden: int) -> StandInFit:
     return StandInFit(zeros, zeros.new_zeros(hidden, 0), zeros.new_zeros(0, hidden), zeros)
 
 
-def _floor(mean: Tensor, rows: int, spread: float) -> float:
+def _floor(mean: Tensor, weight: float, spread: float) -> float:
     """Energy that rounding of the means alone gives."""
-    return _ROUNDING**2 * (spread + rows * float(mean.square().sum()))
+    return _ROUNDING**2 * (spread + weight * float(mean.square().sum()))
 
 
-def _constant(spread: float, mean: Tensor, rows: int) -> bool:
-    return spread <= _floor(mean, rows, spread)
+def _constant(spread: float, mean: Tensor, weight: float) -> bool:
+    return spread <= _floor(mean, weight, spread)

@@ -32,7 +32,6 @@ class LayerCalibration:
         loads: [texts, E] int64 rows of each text that were routed to each expert.
         output_norm: [E] float32 mean norm of the outputs, 0 without rows.
         residual_norm: [E] float32 mean norm of what a stand-in leaves of them.
-        spread: [E] float32 mean squared distance of the inputs from their mean.
         explained_by_expert: [E] float32, as `explained`.
     """
 
@@ -52,7 +51,6 @@ class LayerCalibration:
     loads: Tensor
     output_norm: Tensor
     residual_norm: Tensor
-    spread: Tensor
     explained_by_expert: Tensor
 
     def tensors(self) -> dict[str, Tensor]:
@@ -73,7 +71,6 @@ _TENSORS: Mapping[str, tuple[torch.dtype, tuple[str, ...]]] = {
     "loads": (torch.int64, ("texts", "experts")),
     "output_norm": (torch.float32, ("experts",)),
     "residual_norm": (torch.float32, ("experts",)),
-    "spread": (torch.float32, ("experts",)),
     "explained_by_expert": (torch.float32, ("experts",)),
 }
 _FIELDS = (

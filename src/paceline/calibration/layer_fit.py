@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from paceline.analysis.placement_search import PIECE_TOKENS, Shape, search_map
 from paceline.calibration import fit as fits
+from paceline.calibration.drops import CAPS, drop_weights
 from paceline.calibration.fit import StandInFit, fit
 from paceline.calibration.layer import LayerCalibration
 from paceline.calibration.moments import Moments, merged
 from paceline.calibration.rows import ExpertRows, Rows
+from paceline.placement import ExpertPlacement
+from paceline.policy import CapacityPolicy
 
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
 """Of which the best for rows that were left out is taken, one for a layer."""
@@ -20,12 +23,20 @@ RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
 RIDGE_EXPERTS = 8
 """Experts of a layer, evenly spaced, on which ridges are compared."""
 
+DEVICES = 8
+"""That a cap per device is taken to be over, where none are named."""
+
 FOLDS = 4
 """Parts that are left out in turn: whole texts, or parts of the only text."""
 
 
 def fit_layer(
-    rows: Rows, rank: int, texts: int, devices: int | None, step: Callable[[], None]
+    rows: Rows,
+    rank: int,
+    texts: int,
+    devices: int | None,
+    step: Callable[[], None],
+    caps: Sequence[CapacityPolicy] = CAPS,
 ) -> LayerCalibration:
     """What is to be known of a layer.
 
@@ -35,16 +46,22 @@ def fit_layer(
         texts: whose rows they are.
         devices: to place experts on; None: no placement is searched.
         step: called after every expert.
+        caps: that the stand-ins are for.
     """
     layer, hidden = rows.layer, rows.hidden
     count = layer.num_experts
+    placement = () if devices is None else _placement(rows, devices)
+    placements = [ExpertPlacement.contiguous(count, min(count, devices or DEVICES))]
+    if placement:
+        placements.append(ExpertPlacement.explicit(placement))
+    rows.weight = drop_weights(rows.ids, rows.metric, rows.sizes, caps, placements)
     ridge = _best_ridge(rows, rank)
     bias, mean = torch.zeros(count, hidden), torch.zeros(count, hidden)
     up = torch.zeros(count, hidden, rank, dtype=torch.bfloat16)
     down = torch.zeros(count, rank, hidden, dtype=torch.bfloat16)
     ranks = torch.zeros(count, dtype=torch.int64)
     loads = torch.zeros(texts, count, dtype=torch.int64)
-    norm, residual, spread = torch.zeros(3, count)
+    norm, residual = torch.zeros(2, count)
     # of outputs, and what stand-ins leave of it of texts that they were not fitted to
     energy, left = torch.zeros(2, texts, count, dtype=torch.float64)
     for expert in range(count):
@@ -61,9 +78,8 @@ def fit_layer(
         if found.rank == 0 or left[:, expert].sum() >= energy[:, expert].sum():
             left[:, expert], found = energy[:, expert], fits.none(hidden)
         if len(seen.x):
-            norm[expert] = _mean_norm(seen.y)
-            residual[expert] = _mean_norm(_left(seen, found))
-            spread[expert] = float(whole.xx.trace()) / max(1, whole.rows)
+            norm[expert] = _mean_norm(seen.y, seen.weight)
+            residual[expert] = _mean_norm(_left(seen, found), seen.weight)
         bias[expert], mean[expert], ranks[expert] = found.bias, found.mean, found.rank
         up[expert, :, : found.rank], down[expert, : found.rank] = found.up, found.down
         step()
@@ -75,7 +91,7 @@ def fit_layer(
         ridge=ridge,
         explained=float(_share(energy.sum(), left.sum())),
         explained_by_text=tuple(_share(energy.sum(1), left.sum(1)).tolist()),
-        placement=() if devices is None else _placement(rows, devices),
+        placement=placement,
         bias=bias,
         up=up,
         down=down,
@@ -84,7 +100,6 @@ def fit_layer(
         loads=loads,
         output_norm=norm,
         residual_norm=residual,
-        spread=spread,
         explained_by_expert=_share(energy.sum(0), left.sum(0)).float(),
     )
 
@@ -98,14 +113,14 @@ def _best_ridge(rows: Rows, rank: int) -> float:
         for out, rest in _each_left_out(_moments(seen)):
             these = _rows_of(seen, out)
             for index, ridge in enumerate(RIDGES):
-                left[index] += _left(these, fit(rest, rank, ridge)).double().square().sum()
+                left[index] += _by_text(_left(these, fit(rest, rank, ridge)), these, 1 << 16).sum()
     return RIDGES[int(left.argmin())]
 
 
 def _moments(seen: ExpertRows) -> list[Moments]:
     """Of each part."""
     parts = (_rows_of(seen, number) for number in range(FOLDS))
-    return [Moments.of(part.x, part.y) for part in parts]
+    return [Moments.of(part.x, part.y, part.weight) for part in parts]
 
 
 def _each_left_out(parts: list[Moments]) -> list[tuple[int, Moments]]:
@@ -133,16 +148,17 @@ def _left(seen: ExpertRows, found: StandInFit) -> Tensor:
 
 
 def _by_text(values: Tensor, seen: ExpertRows, texts: int) -> Tensor:
-    """[texts] sums of the squares of values [rows, hidden]; rows that aren't finite are none."""
+    """[texts] weighted sums of |values|^2 [rows, hidden]; rows that aren't finite are none."""
     squares = values.double().square().sum(1)
-    squares = torch.where(torch.isfinite(squares), squares, 0)
+    squares = torch.where(torch.isfinite(squares), squares * seen.weight, 0)
     return torch.zeros(texts, dtype=torch.float64).index_add(0, seen.text, squares)
 
 
-def _mean_norm(values: Tensor) -> float:
+def _mean_norm(values: Tensor, weight: Tensor) -> float:
     norms = values.double().norm(dim=1)
     finite = torch.isfinite(norms)
-    return float(norms[finite].mean()) if bool(finite.any()) else 0.0
+    norms, weight = norms[finite], weight[finite].double()
+    return float(norms @ weight / weight.sum()) if len(norms) else 0.0
 
 
 def _share(energy: Tensor, left: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sums over rows of an expert's inputs and outputs: all that a fit and its judgement need."""
+"""Weighted sums over rows of an expert's inputs and outputs: all that a fit needs."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ class Moments:
 
     Attributes:
         rows: that were summed up.
-        mean: [hidden] of the inputs x.
-        bias: [hidden] mean of the outputs y.
-        xx: [hidden, hidden] sum of (x - mean)(x - mean)'.
-        xy: [hidden, hidden] sum of (x - mean)(y - bias)'.
-        yy: sum of |y - bias|^2.
+        weight: of all of them.
+        mean: [hidden] weighted mean of the inputs x.
+        bias: [hidden] weighted mean of the outputs y.
+        xx: [hidden, hidden] weighted sum of (x - mean)(x - mean)'.
+        xy: [hidden, hidden] weighted sum of (x - mean)(y - bias)'.
+        yy: weighted sum of |y - bias|^2.
     """
 
     rows: int
+    weight: float
     mean: Tensor
     bias: Tensor
     xx: Tensor
@@ -41,12 +43,13 @@ class Moments:
     yy: float
 
     @classmethod
-    def of(cls, x: Tensor, y: Tensor) -> Moments:
+    def of(cls, x: Tensor, y: Tensor, weight: Tensor | None = None) -> Moments:
         """Of rows; those with a value that isn't finite are left out.
 
         Args:
             x: [rows, hidden] inputs.
             y: [rows, hidden] outputs.
+            weight: [rows] > 0; None: 1 each.
 
         Raises:
             ValueError: if the shapes differ.
@@ -58,25 +61,22 @@ class Moments:
             raise ValueError(
                 f"x has shape {list(x.shape)}, y {list(y.shape)}: allowed is [rows, hidden], twice."
             )
+        if weight is None:
+            weight = torch.ones(len(x))
         finite = torch.isfinite(x).all(1) & torch.isfinite(y).all(1)
         if not bool(finite.all()):
-            x, y = x[finite], y[finite]
+            x, y, weight = x[finite], y[finite], weight[finite]
         if len(x) == 0:
             return none(x.shape[1])
-        parts = zip(torch.split(x, CHUNK), torch.split(y, CHUNK), strict=True)
+        parts = zip(*(torch.split(t, CHUNK) for t in (x, y, weight)), strict=True)
         return merged(_of_chunk(*part) for part in parts)
-
-    @property
-    def energy(self) -> float:
-        """Sum of |y|^2."""
-        return self.yy + self.rows * float(self.bias.square().sum())
 
 
 def none(hidden: int) -> Moments:
     """Of no rows."""
     zeros = torch.zeros(hidden, dtype=torch.float64)
     table = zeros.new_zeros(hidden, hidden)
-    return Moments(0, zeros, zeros, table, table, 0.0)
+    return Moments(0, 0.0, zeros, zeros, table, table, 0.0)
 
 
 def merged(parts: Iterable[Moments]) -> Moments:
@@ -89,28 +89,31 @@ def merged(parts: Iterable[Moments]) -> Moments:
     return reduce(_merge, parts)
 
 
-def _of_chunk(x: Tensor, y: Tensor) -> Moments:
-    x, y = x.double(), y.double()
-    mean, bias = x.mean(0), y.mean(0)
-    x, y = x - mean, y - bias
+def _of_chunk(x: Tensor, y: Tensor, weight: Tensor) -> Moments:
+    x, y, weight = x.double(), y.double(), weight.double()
+    total = float(weight.sum())
+    mean, bias = (weight @ t / total for t in (x, y))
+    root = weight.sqrt().unsqueeze(1)
+    x, y = (x - mean) * root, (y - bias) * root
     yy = float(y.square().sum())
     if x.shape[1] > EXACT:
         x, y = x.float(), y.float()
-    return Moments(len(x), mean, bias, (x.T @ x).double(), (x.T @ y).double(), yy)
+    return Moments(len(x), total, mean, bias, (x.T @ x).double(), (x.T @ y).double(), yy)
 
 
 def _merge(a: Moments, b: Moments) -> Moments:
     """Chan, Golub and LeVeque, The American Statistician 1983."""
     if a.rows == 0 or b.rows == 0:
         return a if b.rows == 0 else b
-    rows = a.rows + b.rows
+    total = a.weight + b.weight
     x, y = b.mean - a.mean, b.bias - a.bias
-    weight = a.rows * b.rows / rows
+    between = a.weight * b.weight / total
     return Moments(
-        rows,
-        a.mean + x * (b.rows / rows),
-        a.bias + y * (b.rows / rows),
-        (a.xx + b.xx).addr_(x, x, alpha=weight),
-        (a.xy + b.xy).addr_(x, y, alpha=weight),
-        a.yy + b.yy + weight * float(y.square().sum()),
+        a.rows + b.rows,
+        total,
+        a.mean + x * (b.weight / total),
+        a.bias + y * (b.weight / total),
+        (a.xx + b.xx).addr_(x, x, alpha=between),
+        (a.xy + b.xy).addr_(x, y, alpha=between),
+        a.yy + b.yy + between * float(y.square().sum()),
     )

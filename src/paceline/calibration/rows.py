@@ -19,6 +19,8 @@ class Seen:
         run: the layer's experts, as `Pace.replace_experts` hands them.
         hidden: [rows, hidden] on the host, in parts.
         ids: [rows, k], likewise.
+        metric: [rows, k] float32 by which a cap ranks them, likewise: gate scores, or combine
+            weights where the router's rule is not known.
         weight: dtype of the combine weights.
         device: of the layer.
     """
@@ -26,17 +28,19 @@ class Seen:
     run: Any
     hidden: list[Tensor]
     ids: list[Tensor]
+    metric: list[Tensor]
     weight: torch.dtype
     device: torch.device
 
 
 class ExpertRows(NamedTuple):
-    """Of one expert: x and y [rows, hidden], text and part [rows]."""
+    """Of one expert: x and y [rows, hidden]; text, part and how much it counts [rows]."""
 
     x: Tensor
     y: Tensor
     text: Tensor
     part: Tensor
+    weight: Tensor
 
 
 class Rows:
@@ -47,14 +51,23 @@ class Rows:
         layer: which it is.
         text: [rows] text of each row, -1 for padding.
         part: [rows] part with which it is left out.
+        batch: [rows] number of the batch of each row, ascending.
+
+    Attributes:
+        ids: [rows, k] the model's choice, padding left out as everywhere.
+        metric: [rows, k] by which a cap ranks.
+        sizes: rows of each batch.
+        weight: [rows, k] how much each assignment counts; 1, to be set.
 
     Raises:
         ValueError: if the layer saw other rows than the tokens of the texts.
     """
 
-    def __init__(self, seen: Seen, layer: LayerIdentity, text: Tensor, part: Tensor) -> None:
-        hidden, ids = torch.cat(seen.hidden), torch.cat(seen.ids)
-        seen.hidden, seen.ids = [], []
+    def __init__(
+        self, seen: Seen, layer: LayerIdentity, text: Tensor, part: Tensor, batch: Tensor
+    ) -> None:
+        hidden, ids, metric = map(torch.cat, (seen.hidden, seen.ids, seen.metric))
+        seen.hidden, seen.ids, seen.metric = [], [], []
         if len(hidden) != len(text):
             raise ValueError(
                 f"layer {layer.name} saw {len(hidden)} rows of {len(text)} tokens: allowed is one "
@@ -62,16 +75,21 @@ class Rows:
             )
         real = text >= 0
         if not bool(real.all()):
-            hidden, ids, text, part = hidden[real], ids[real], text[real], part[real]
+            hidden, ids, metric = hidden[real], ids[real], metric[real]
+            text, part, batch = text[real], part[real], batch[real]
+        self.metric, self.sizes = metric, torch.bincount(batch).tolist()
+        self.weight = torch.ones(ids.shape)
         self._seen, self._hidden, self.ids = seen, hidden, ids
         self.layer, self.text, self._part = layer, text, part
         self.hidden = hidden.shape[1]
 
     def of(self, expert: int) -> ExpertRows:
         """Those that were routed to an expert."""
-        rows = (self.ids == expert).any(1)
+        chosen = self.ids == expert
+        rows = chosen.any(1)
         x = self._hidden[rows]
-        return ExpertRows(x, self._outputs(x, expert), self.text[rows], self._part[rows])
+        weight = torch.where(chosen[rows], self.weight[rows], 0).amax(1)
+        return ExpertRows(x, self._outputs(x, expert), self.text[rows], self._part[rows], weight)
 
     def _outputs(self, x: Tensor, expert: int) -> Tensor:
         if len(x) == 0:

@@ -12,7 +12,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,11 +26,11 @@ from paceline.checkpoint.expert_tensors import ExpertLayer, Kind, renamed
 from paceline.checkpoint.folder import Checkpoint
 from paceline.placement import ExpertPlacement
 from paceline.plan import Plan
+from paceline.progress import Progress
 
 ORDER_FILE = "expert_order.json"
 """In a reordered checkpoint: the former expert of every place."""
 
-Progress = Callable[[int, int, str], None]
 
 _EXPERT_NUMBER = re.compile(r"experts\.(expert_)?\d")
 

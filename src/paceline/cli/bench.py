@@ -217,7 +217,7 @@ def _finish(results: dict[str, Any], out: Path | None, plot: Path | None, as_jso
     if os.environ.get("RANK", "0") != "0":
         return
     from paceline.bench.console import show
-    from paceline.reporting.files import to_json, write_text
+    from paceline.files import to_json, write_text
 
     results |= {
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -13,6 +13,7 @@ from paceline.cli.errors import guarded
 if TYPE_CHECKING:
     from paceline.calibration.file import Calibration
     from paceline.plan import Plan
+    from paceline.policy import CapacityPolicy
 
 PLAN = "plan.toml"
 """In the folder of a calibration, where placements were searched."""
@@ -27,6 +28,13 @@ def calibrate(
     devices: Annotated[
         int | None,
         typer.Option(help="Search a placement of the experts on so many devices as well."),
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A cap that stand-ins are to be good for; may be repeated. Default: every device, "
+            "and every expert, at most at the mean."
+        ),
     ] = None,
     trace: Annotated[
         str | None,
@@ -64,8 +72,9 @@ def calibrate(
     from paceline.cli.models import load, read_texts
 
     texts = read_texts(text or [], model)
+    caps = _caps(policy or [])
 
-    from paceline.analysis.observe import Sampling
+    from paceline.batches import Sampling
     from paceline.calibration.collect import calibrate as run
     from paceline.calibration.unfinished import FOLDER, remove
     from paceline.cli.progress import progress
@@ -79,6 +88,7 @@ def calibrate(
             texts,
             rank=rank,
             devices=None if trace is not None else devices,
+            **({"caps": caps} if caps else {}),
             sampling=sampling,
             memory=int(memory_gib * 2**30),
             unfinished=out / FOLDER,
@@ -91,11 +101,23 @@ def calibrate(
     remove(out / FOLDER)
     result = _result(found, path, None if plan is None else out / PLAN)
     if json:
-        from paceline.reporting.files import to_json
+        from paceline.files import to_json
 
         typer.echo(to_json(result), nl=False)
     else:
         _show(result)
+
+
+def _caps(texts: list[str]) -> list[CapacityPolicy]:
+    from paceline.policy import CapacityPolicy
+
+    caps = [CapacityPolicy.parse(text) for text in texts]
+    for text, cap in zip(texts, caps, strict=True):
+        if not cap.caps:
+            raise ValueError(f"--policy {text} caps nothing: allowed is a capacity_factor.")
+        if cap.pool != "batch" or cap.expand is not None or cap.phase != "all":
+            raise ValueError(f"--policy {text}: allowed here are capacity_factor and unit.")
+    return caps
 
 
 def _plan(found: Calibration, trace: str | None, devices: int) -> Plan:

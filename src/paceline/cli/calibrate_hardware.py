@@ -53,7 +53,7 @@ def calibrate_hardware(
         raise ValueError(f"--out {out}: there is no folder {out.parent}")
     result = _published() if published else _measured(out, link, rounds, threads)
     if json:
-        from paceline.reporting.files import to_json
+        from paceline.files import to_json
 
         typer.echo(to_json(result), nl=False)
     elif published:
@@ -91,7 +91,7 @@ def _measured(out: Path | None, link: float | None, rounds: int, threads: int) -
     from paceline.bench import hardware as bench
     from paceline.bench.machine import keep_freed_memory
     from paceline.cli.progress import progress
-    from paceline.reporting.environment import environment
+    from paceline.environment import environment
 
     torch.set_num_threads(threads)
     keep_freed_memory()

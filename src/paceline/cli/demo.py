@@ -51,7 +51,7 @@ def demo(
             command=shlex.join(["paceline", *sys.argv[1:]]),
         )
     if as_json:
-        from paceline.reporting.files import to_json
+        from paceline.files import to_json
 
         typer.echo(to_json(results), nl=False)
     else:
@@ -64,7 +64,7 @@ def _show(results: Mapping[str, Any], out: Path) -> None:
     from rich.table import Table
 
     from paceline.demo.plan import KINDS
-    from paceline.reporting.wording import percent, signed_percent, times
+    from paceline.wording import percent, signed_percent, times
 
     console = Console(highlight=False)
     console.print(results["findings"]["headline"], style="bold")
@@ -72,14 +72,14 @@ def _show(results: Mapping[str, Any], out: Path) -> None:
         console.print(f"- {line}", markup=False)
     for kind, words in KINDS.items():
         table = Table(
-            title=words.capitalize(),
+            title=f"{words.capitalize()} (speed-up: emulated)",
             title_justify="left",
             box=box.SIMPLE,
             pad_edge=False,
             collapse_padding=True,
         )
         table.add_column("policy", no_wrap=True)
-        for name in ("perplexity", "dropped", "busiest device", "emulated speed-up"):
+        for name in ("perplexity", "dropped", "busiest", "speed-up"):
             table.add_column(name, justify="right")
         for row in results["policies"]:
             part = row[kind]

@@ -101,10 +101,11 @@ def loads(
 
     texts = read_texts(text or [], model)
 
-    from paceline.analysis.observe import Sampling, observe_loads
+    from paceline.analysis.observe import observe_loads
     from paceline.analysis.verdict import verdict
+    from paceline.batches import Sampling
     from paceline.cli.progress import progress
-    from paceline.reporting.environment import environment
+    from paceline.environment import environment
 
     sampling = Sampling(tokens, batch_size, sequence_length, mix)
     network, tokenizer = load(model, dtype.value, trust_remote_code)
@@ -131,7 +132,7 @@ def loads(
 
         write_loads(result, html)
     if json:
-        from paceline.reporting.files import to_json
+        from paceline.files import to_json
 
         typer.echo(to_json(result), nl=False)
     else:
@@ -143,7 +144,7 @@ def _show(result: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from paceline.reporting.wording import percent, times
+    from paceline.wording import percent, times
 
     capped = result["policy"] is not None
     title = "Busiest expert and device of every layer; how long an average device waits"

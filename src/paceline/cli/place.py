@@ -113,7 +113,7 @@ def place(
     written = [] if maps is None else write_maps(found, names, layers, maps)
     result["maps"] = [str(path) for path in written]
     if json:
-        from paceline.reporting.files import to_json
+        from paceline.files import to_json
 
         typer.echo(to_json(result | {"slots": [list(m.slots) for m in found]}), nl=False)
     else:
@@ -135,7 +135,7 @@ def _show(result: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from paceline.reporting.wording import times
+    from paceline.wording import times
 
     parts = {
         "same batches": result["same_batches"],

@@ -89,7 +89,7 @@ def plan(
     if out is not None:
         found.save(out)
     if json:
-        from paceline.reporting.files import to_json
+        from paceline.files import to_json
 
         typer.echo(to_json(result), nl=False)
     else:
@@ -119,6 +119,8 @@ def _show(result: Mapping[str, Any]) -> None:
             console.print(_ways(result[name], f"{title}, on {result['hardware']} x "
                                 f"{result['devices']}"))  # fmt: skip
             console.print(_frontier(result[name]))
+            if result[name]["active"]:
+                console.print(_active(result[name]))
     if result["variants"]:
         console.print(_variants(result))
     for note in result["notes"]:
@@ -168,6 +170,24 @@ def _frontier(part: Mapping[str, Any]) -> Any:
         table.add_row(
             "placed" if point["placement"] == "placed" else "in order",
             f"{point['budget']:.2%}",
+            f"{point['gain']:+.1%}",
+            f"{point['dropped_share']:.2%}",
+            _mass(point["gate_mass_lost"]),
+        )
+    return table
+
+
+def _active(part: Mapping[str, Any]) -> Any:
+    """What capping active experts would give."""
+    table = _table("max_active: experts that a device reads, where batches are small (decode)")
+    table.add_column("placement", no_wrap=True)
+    for name in ("max_active", "reads", "gain", "dropped", "mass lost"):
+        table.add_column(name, justify="right")
+    for point in part["active"]:
+        table.add_row(
+            "placed" if point["placement"] == "placed" else "in order",
+            str(point["max_active"]),
+            f"{point['most_active_experts']:.2f}",
             f"{point['gain']:+.1%}",
             f"{point['dropped_share']:.2%}",
             _mass(point["gate_mass_lost"]),

@@ -67,7 +67,7 @@ def record(
 
     texts = None if questions is not None else read_texts(text or [], model)
 
-    from paceline.analysis.observe import Sampling, make_batches
+    from paceline.batches import Sampling, make_batches
     from paceline.cli.progress import progress
     from paceline.engines.transformers import attach
     from paceline.traces.record import Recorder

@@ -76,7 +76,7 @@ def reorder(
                 f"{difference:.2g} (allowed is {TOLERANCE:g}), so {out} was removed again."
             )
     if json:
-        from paceline.reporting.files import to_json
+        from paceline.files import to_json
 
         typer.echo(to_json(result), nl=False)
         return

@@ -81,9 +81,9 @@ def report(
     from paceline.analysis.cap_study import cap_study
     from paceline.analysis.planner import make_plan
     from paceline.cli.progress import progress
+    from paceline.environment import environment
     from paceline.evaluation.sweep_file import read_sweep
     from paceline.plan import Plan
-    from paceline.reporting.environment import environment
 
     if out is None and figures is None and not json:
         raise ValueError("there is nothing to write: say --out page.html, --figures or --json.")
@@ -139,7 +139,7 @@ def report(
 
         drawn = write_figures(result, figures)
     if json:
-        from paceline.reporting.files import to_json
+        from paceline.files import to_json
 
         typer.echo(to_json(result), nl=False)
         return
@@ -153,13 +153,18 @@ def _planned(source: str) -> dict[str, Any] | None:
     """What `paceline plan --json` said, where the source is a file of that.
 
     Raises:
-        ValueError: if it is one, but cut off.
+        ValueError: if it is one, but cut off, or a plan file, which names no trace.
     """
     import json
 
     from paceline.analysis.planner import SCHEMA
 
     path = Path(source)
+    if path.suffix == ".toml" and path.is_file():
+        raise ValueError(
+            f"{source} is a plan file, which names no trace: say paceline report TRACE --plan "
+            f"{source}."
+        )
     if not path.is_file() or path.stat().st_size > _MAX_BYTES:
         return None
     with path.open("rb") as file:

@@ -54,6 +54,7 @@ def simulate(
     Examples:
       paceline simulate sample:esft_v2lite_law --batch-tokens 1024 --policy capacity_factor=1.0
       paceline simulate trace --policy capacity_factor=1.25 --policy capacity_factor=2,unit=expert
+      paceline simulate decode_trace --policy max_active=3,min_expert_load=64
       paceline simulate trace --plan plan.toml --json
     """
     from paceline.cli.progress import progress
@@ -72,7 +73,7 @@ def simulate(
         result = run(found, plans, progress=tell)
     result |= {"batch_tokens": batch_tokens, "without": without}
     if json:
-        from paceline.reporting.files import to_json
+        from paceline.files import to_json
 
         typer.echo(to_json(result), nl=False)
     else:
@@ -109,14 +110,14 @@ def _show(result: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from paceline.reporting.wording import percent, times
+    from paceline.wording import percent, times
 
     table = Table(
         title="All layers and batches of the trace, one after the other", title_justify="left",
         box=box.SIMPLE, pad_edge=False, collapse_padding=True,
     )  # fmt: skip
     table.add_column("plan", overflow="fold")
-    for name in ("busiest device", "p95", "gain", "dropped", "gate mass lost"):
+    for name in ("busiest device", "p95", "gain", "dropped", "gate mass lost", "active"):
         table.add_column(name, justify="right")
     too_small = False
     for name, of_plan in result["plans"].items():
@@ -130,13 +131,15 @@ def _show(result: Mapping[str, Any]) -> None:
             times(overall["gain"]),
             percent(overall["dropped_share"]),
             "unknown" if lost is None else percent(lost),
+            f"{overall['most_active_experts']:.2f}",
         )
     console = Console(highlight=False)
     console.print(table)
     console.print(
         f"{options.batches_said(result)}. Busiest device: rows / mean "
         "before any cap, weighted by time; p95 over batches and layers. Gain: from the loads of "
-        "the experts' part, no timing.",
+        "the experts' part, no timing. Active: experts with a row on the device with the most, "
+        "whose weights it reads.",
         markup=False,
     )
     if too_small:

@@ -49,7 +49,7 @@ def loads_of_trace(trace: Trace, plan: Plan, batch_tokens: int | None, json: boo
         result = trace_loads(trace, placements, batch_tokens, tell)
     result |= {"verdict": verdict(result), "command": shlex.join(["paceline", *sys.argv[1:]])}
     if json:
-        from paceline.reporting.files import to_json
+        from paceline.files import to_json
 
         typer.echo(to_json(result), nl=False)
     else:
@@ -58,7 +58,7 @@ def loads_of_trace(trace: Trace, plan: Plan, batch_tokens: int | None, json: boo
 
 def verdict(result: Mapping[str, Any]) -> list[str]:
     """Sentences for a result of `trace_loads`: the wait, the ceiling, and what to make of it."""
-    from paceline.reporting.wording import percent, times
+    from paceline.wording import percent, times
 
     overall = result["overall"]
     lines = [
@@ -81,7 +81,7 @@ def verdict(result: Mapping[str, Any]) -> list[str]:
 
 def _rows_said(rows: Mapping[str, Any] | None) -> list[str]:
     """What repeats, and the figure without it."""
-    from paceline.reporting.wording import percent, times
+    from paceline.wording import percent, times
 
     if rows is None or rows["repeated_share"] < _TELLING:
         return []
@@ -106,7 +106,7 @@ def _show(result: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from paceline.reporting.wording import percent, times
+    from paceline.wording import percent, times
 
     def factor(value: float | None) -> str:
         return "-" if value is None else times(value)
@@ -130,11 +130,12 @@ def _show(result: Mapping[str, Any]) -> None:
             "-" if active is None else f"{active['mean']:.1f}/{layer['experts']}",
         )
     console.print(table)
+    most = result["overall"].get("most_active_experts")
     tokens = "" if result["tokens"] is None else f"{result['tokens']:,} tokens, "
     console.print(
         f"{batches_said(result)}, {tokens}{result['devices']} devices. Mean: weighted by time. "
         "Pooled: all batches as one. Expert: busiest expert / mean. Active: experts with a row, a "
-        "batch's mean.",
+        "batch's mean" + ("." if most is None else f"; the device with the most has {most:.1f}."),
         markup=False,
     )
     if len(result["groups"]) > 1:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.calibration.file import Calibration
 
 _HERE = Path(str(files("paceline.demo")))
 MODEL_FOLDER = _HERE / "model"
 TEXT_FOLDER = _HERE / "text"
+CALIBRATION_FOLDER = _HERE / "calibration"
 TASK_FOLDER = _HERE / "tasks"
 """Small tasks for lm-evaluation-harness; their card is README.md there."""
 
@@ -58,3 +62,14 @@ def load_model() -> tuple[Any, Any]:
         MODEL_FOLDER, dtype=torch.float32, local_files_only=True, use_safetensors=True
     )
     return model.eval(), tokenizer
+
+
+def load_calibration() -> Calibration:
+    """The calibration of the embedded model, fitted on text that it was trained on.
+
+    Raises:
+        CalibrationError: if this installation carries none.
+    """
+    from paceline.calibration.file import Calibration
+
+    return Calibration.load(CALIBRATION_FOLDER)

@@ -8,8 +8,8 @@ from typing import Any
 
 from paceline.demo.assets import shipped_sweep
 from paceline.demo.plan import HEADLINE, KINDS
+from paceline.files import to_json, write_text
 from paceline.reporting import figures
-from paceline.reporting.files import to_json, write_text
 from paceline.reporting.load_map import load_map
 from paceline.reporting.page import render
 from paceline.reporting.style import load_colours

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from paceline.policy import CapacityPolicy, Unit
 
 DEVICES = 8
-BASELINE, HEADLINE = "none", "device-1.25-score"
+BASELINE, HEADLINE = "none", "compensated-1"
 """Keys of the entries that everything is compared with, and that headline and tiles tell of."""
 
 KINDS = {"one_domain": "one-domain batches", "mixed": "mixed batches"}
@@ -25,6 +25,7 @@ class Entry:
         family: group for colours and the legend.
         policy: what is applied.
         counterpart: key of the entry to compare with, e.g. the same cap without expansion.
+        placed: experts lie where the model's calibration places them, not in order.
     """
 
     key: str
@@ -32,6 +33,7 @@ class Entry:
     family: str
     policy: CapacityPolicy
     counterpart: str | None = None
+    placed: bool = False
 
 
 def _token_drop(unit: Unit, factor: float, keep: str) -> Entry:
@@ -41,6 +43,19 @@ def _token_drop(unit: Unit, factor: float, keep: str) -> Entry:
         label=f"{family}, {factor:g}×",
         family=family,
         policy=CapacityPolicy(capacity_factor=factor, unit=unit, keep=keep),
+    )
+
+
+def _compensated(factor: float, unit: Unit = "device", placed: bool = False) -> Entry:
+    family = "Compensated Drop, placed" if placed else f"Compensated Drop per {unit}"
+    part = "" if unit == "device" else f"{unit}-"
+    return Entry(
+        key=f"compensated-{part}{factor:g}" + ("-placed" if placed else ""),
+        label=f"{family}, {factor:g}×",
+        family=family,
+        policy=CapacityPolicy(capacity_factor=factor, unit=unit, compensate=True),
+        counterpart=f"{unit}-{factor:g}-score" if factor >= 1 and not placed else None,
+        placed=placed,
     )
 
 
@@ -56,13 +71,17 @@ def _expanded(factor: float) -> Entry:
 
 
 def all_entries() -> list[Entry]:
-    """The whole table: no cap, Token Drop per expert and per device, Expanded Drop."""
+    """The whole table: no cap, Compensated Drop, Token Drop and Expanded Drop."""
     return [
         Entry(BASELINE, "no cap", "no cap", CapacityPolicy(capacity_factor=None)),
+        _compensated(1.0),
+        _compensated(1.0, placed=True),
+        _compensated(0.5),
+        _compensated(1.0, unit="expert"),
         *(_token_drop("device", factor, "score") for factor in (1.5, 1.25, 1.0)),
         *(_expanded(factor) for factor in (1.25, 1.0)),
-        *(_token_drop("expert", factor, "score") for factor in (2.0, 1.5, 1.0)),
-        *(_token_drop("expert", factor, "random") for factor in (2.0, 1.5, 1.0)),
+        *(_token_drop("expert", factor, "score") for factor in (1.5, 1.0)),
+        _token_drop("expert", 1.0, "random"),
     ]
 
 
@@ -97,7 +116,15 @@ class Plan:
     @classmethod
     def quick(cls) -> Plan:
         """A reduced run that shows that everything works; its figures mean little."""
-        wanted = (BASELINE, HEADLINE, "expanded-1.25", "expert-1-score")
+        wanted = (
+            BASELINE,
+            HEADLINE,
+            f"{HEADLINE}-placed",
+            "device-1.25-score",
+            "device-1-score",
+            "expanded-1.25",
+            "expert-1-score",
+        )
         entries = [entry for entry in all_entries() if entry.key in wanted]
         return cls(
             entries,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.analysis.loads import percentile
@@ -63,6 +63,7 @@ def policies(plan: Plan, runs: Runs, timing: Mapping[str, Any]) -> list[dict[str
             "policy": str(entry.policy),
             "capacity_factor": entry.policy.capacity_factor,
             "counterpart": entry.counterpart,
+            "placed": entry.placed,
         }
         for kind, by_key in runs.items():
             run = by_key[entry.key]
@@ -71,6 +72,7 @@ def policies(plan: Plan, runs: Runs, timing: Mapping[str, Any]) -> list[dict[str
                 "perplexity_change": as_dict(change(by_key[BASELINE].losses, run.losses)),
                 **drops(flat(run.layers)),
                 **balance(flat(run.layers), "after"),
+                "stand_in_distance": _distance(flat(run.layers)),
                 "emulated": timing[kind][entry.key],
             }
             if entry.counterpart is not None and entry.counterpart in by_key:
@@ -85,6 +87,12 @@ def policies(plan: Plan, runs: Runs, timing: Mapping[str, Any]) -> list[dict[str
                 }
         rows.append(row)
     return rows
+
+
+def _distance(layers: Sequence[Mapping[str, Any]]) -> float | None:
+    """How far inputs of stand-ins were from the calibration's, mean over (batch, layer) pairs."""
+    known = [x["stand_in_distance"] for x in layers if x["stand_in_distance"] is not None]
+    return sum(known) / len(known) if known else None
 
 
 def example(runs: Runs) -> dict[str, Any]:

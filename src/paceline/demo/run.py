@@ -8,14 +8,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from paceline.demo.assets import domains, load_model, read_text
+from paceline.batches import Batch, cut, mixed, separate, tokens_by_source
+from paceline.calibration.file import Calibration
+from paceline.demo.assets import domains, load_calibration, load_model, read_text
 from paceline.demo.plan import BASELINE, DEVICES, KINDS, Plan
 from paceline.demo.results import describe, example, policies, stragglers
 from paceline.demo.study import PolicyRun, run_policy
 from paceline.demo.wording import findings
-from paceline.evaluation.batches import Batch, cut, mixed, separate, tokens_by_source
+from paceline.progress import Progress
 
-Progress = Callable[[int, int, str], None]
 """Called with steps done, steps in all and what was just done."""
 
 SCHEMA = "paceline-demo/2"
@@ -63,8 +64,8 @@ def run_demo(
     from paceline.bench.emulated import CLOCK
     from paceline.demo.timing import REPEATS
     from paceline.engines.transformers import attach
+    from paceline.environment import environment
     from paceline.placement import ExpertPlacement
-    from paceline.reporting.environment import environment
 
     plan = plan or Plan.full()
     if out is not None:
@@ -80,19 +81,26 @@ def run_demo(
     steps = _Steps(total, progress)
 
     runs: dict[str, dict[str, PolicyRun]] = {kind: {} for kind in KINDS}
-    with attach(model, placement=DEVICES, token_source="sequence") as pace:
-        for kind, words in KINDS.items():
-            for entry in plan.entries:
-                runs[kind][entry.key] = run_policy(
-                    model,
-                    pace,
-                    entry.policy,
-                    batches[kind],
-                    steps.teller(f"{words}: {entry.label}"),
-                )
+    calibration = load_calibration()
+    placed = calibration.plan().placements
+    for places in (False, True):
+        with attach(
+            model, None, placed if places else DEVICES, calibration=calibration,
+            token_source="sequence",
+        ) as pace:  # fmt: skip
+            for kind, words in KINDS.items():
+                for entry in plan.entries:
+                    if entry.placed is places:
+                        runs[kind][entry.key] = run_policy(
+                            model,
+                            pace,
+                            entry.policy,
+                            batches[kind],
+                            steps.teller(f"{words}: {entry.label}"),
+                        )
 
     placement = ExpertPlacement.contiguous(model.config.num_experts, DEVICES)
-    timing = _time(model, timed, plan, placement, steps)
+    timing = _time(model, timed, plan, calibration, steps)
     results: dict[str, Any] = {
         "schema": SCHEMA,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -107,6 +115,11 @@ def run_demo(
             "one_domain_batches": len(batches["one_domain"]),
             "mixed_batches": len(batches["mixed"]),
             "predicted_tokens": runs["one_domain"][BASELINE].losses.predicted_tokens(),
+        },
+        "calibration": {
+            "rank": calibration.layers[0].down.shape[1],
+            "tokens": dict(zip(calibration.texts, calibration.tokens, strict=True)),
+            "explained_of_texts_left_out": [layer.explained for layer in calibration.layers],
         },
         "stragglers": stragglers(runs),
         "policies": policies(plan, runs, timing),
@@ -156,7 +169,7 @@ def _time(
     model: Any,
     timed: Mapping[str, Sequence[Batch]],
     plan: Plan,
-    placement: Any,
+    calibration: Calibration,
     steps: _Steps,
 ) -> dict[str, dict[str, dict[str, Any]]]:
     from paceline.demo.timing import time_batches
@@ -166,7 +179,7 @@ def _time(
             model,
             timed[kind],
             plan.entries,
-            placement,
+            calibration,
             plan.rounds,
             steps.teller(f"{words}: timing of emulated devices"),
         )

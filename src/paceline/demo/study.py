@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.analysis.loads import add_loads, combine_peaks
 from paceline.balance import straggler_loss
-from paceline.evaluation.batches import Batch
+from paceline.batches import Batch
 from paceline.evaluation.perplexity import Losses, batch_losses
 
 LayerDict = Mapping[str, Any]

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from paceline.batches import Batch
 from paceline.bench.captured import capture
 from paceline.bench.emulated import split_by_device, time_in_turn
 from paceline.bench.machine import keep_freed_memory
 from paceline.bench.spread import ratios
-from paceline.demo.plan import Entry
-from paceline.evaluation.batches import Batch
+from paceline.calibration.file import Calibration
+from paceline.demo.plan import DEVICES, Entry
+from paceline.engines.compensation import Compensation
 from paceline.placement import ExpertPlacement
 from paceline.routing import route
 
@@ -34,22 +37,37 @@ class Timing:
 
 
 def time_batch(
-    model: Any, batch: Batch, entries: Sequence[Entry], placement: ExpertPlacement, rounds: int
+    model: Any, batch: Batch, entries: Sequence[Entry], calibration: Calibration, rounds: int
 ) -> dict[str, Timing]:
     """Time the slowest emulated device, summed over the layers, under every policy.
 
     Every layer gets the rows that the uncapped model gives it, so all policies compute the same
-    kind of rows and only their number differs.
+    kind of rows and only their number differs. Stand-ins are computed where tokens live, a device
+    its share of them.
     """
     totals = {entry.key: Timing([0.0] * rounds, 0) for entry in entries}
-    for layer in capture(model, batch.ids, placement.num_devices):
-        work = {}
+    layers = capture(model, batch.ids, DEVICES)
+    for layer, found in zip(layers, calibration.layers, strict=True):
+        stand_ins = Compensation(found, None, layer.hidden[:0])
+        in_order = ExpertPlacement.contiguous(len(found.experts), DEVICES)
+        work, spread = {}, {}
         for entry in entries:
+            placement = ExpertPlacement.explicit(found.placement) if entry.placed else in_order
             assignment = route(layer.inputs, entry.policy, placement)
             work[entry.key] = split_by_device(
                 layer.hidden, assignment.topk_ids, assignment.topk_weights, placement
             )
-        for key, seconds in time_in_turn(layer.experts, work, rounds, REPEATS).items():
+            if entry.policy.compensate:
+                spread[entry.key] = partial(
+                    stand_ins,
+                    torch.zeros_like(layer.hidden),
+                    layer.hidden,
+                    layer.inputs.topk_ids,
+                    layer.inputs.topk_weights,
+                    assignment.dropped_slots,
+                )
+        timed = time_in_turn(layer.experts, work, rounds, REPEATS, spread)
+        for key, seconds in timed.items():
             totals[key] += Timing(seconds, max(part.rows for part in work[key]))
     return totals
 
@@ -58,7 +76,7 @@ def time_batches(
     model: Any,
     batches: Sequence[Batch],
     entries: Sequence[Entry],
-    placement: ExpertPlacement,
+    calibration: Calibration,
     rounds: int,
     step: Callable[[], None],
 ) -> dict[str, dict[str, Any]]:
@@ -74,7 +92,7 @@ def time_batches(
     totals = {entry.key: Timing([0.0] * rounds, 0) for entry in entries}
     try:
         for batch in batches:
-            for key, timing in time_batch(model, batch, entries, placement, rounds).items():
+            for key, timing in time_batch(model, batch, entries, calibration, rounds).items():
                 totals[key] += timing
             step()
     finally:

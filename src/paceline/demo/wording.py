@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.demo.plan import HEADLINE, KINDS
-from paceline.reporting.wording import percent, signed_percent, times
+from paceline.wording import percent, signed_percent, times
 
 _SMALL_GAIN = 1.02  # a median speed-up below this is not worth the name
 _SMALL_CHANGE = 0.0005
@@ -56,10 +56,15 @@ def headline(results: Mapping[str, Any]) -> str:
     if ratio["median"] >= _SMALL_GAIN:
         sure = "emulated" if ratio["min"] > 1 else "emulated, not in every round"
         saving = f"makes the slowest device's expert work {times(ratio['median'])} as fast ({sure})"
+    alone = _rows(results, f"device-{factor:g}-score")
+    without = ""
+    if alone is not None:
+        dropped = signed_percent(alone[0]["one_domain"]["perplexity_change"]["mean"])
+        without = f" ({dropped} where dropped assignments leave nothing)"
     return (
         f"The busiest of {results['model']['devices']} devices carries "
-        f"{times(straggler['device_peak_to_mean'])} the mean load. Capping devices at "
-        f"{factor:g}× {saving} for {price}."
+        f"{times(straggler['device_peak_to_mean'])} the mean load. Compensated Drop at "
+        f"{factor:g}× {saving} for {price}{without}."
     )
 
 
@@ -68,10 +73,12 @@ def findings(results: Mapping[str, Any]) -> dict[str, Any]:
     lines: list[str | None] = [_waiting(results, kind) for kind in KINDS]
     lines += [
         *(_cap(results, kind) for kind in KINDS),
+        _placed(results),
+        _half(results),
         _device_or_expert(results),
         _score_or_random(results),
     ]
-    lines += [_expansion(results, factor) for factor in ("1.25", "1")]
+    lines += [_stand_ins(results), *(_expansion(results, factor) for factor in ("1.25", "1"))]
     return {"headline": headline(results), "lines": [line for line in lines if line]}
 
 
@@ -102,9 +109,34 @@ def _cap(results: Mapping[str, Any], kind: str) -> str:
     part = row[kind]
     worst, change = max(part["perplexity_change"]["by_domain"].items(), key=lambda item: item[1])
     return (
-        f"Capping devices at {row['capacity_factor']:g}× the mean on {KINDS[kind]} drops "
+        f"Compensated Drop at {row['capacity_factor']:g}× the mean on {KINDS[kind]} drops "
         f"{percent(part['dropped_share'])} of the assignments, {cost(part['perplexity_change'])} "
         f"(most on {worst}: {signed_percent(change)}), and {gain(part['emulated'])}."
+    )
+
+
+def _placed(results: Mapping[str, Any]) -> str | None:
+    rows = _rows(results, HEADLINE, f"{HEADLINE}-placed")
+    if rows is None:
+        return None
+    in_order, placed = (row["one_domain"] for row in rows)
+    return (
+        "With experts placed by the same calibration "
+        f"{percent(placed['dropped_share'])} is dropped instead of "
+        f"{percent(in_order['dropped_share'])}, for "
+        f"{signed_percent(placed['perplexity_change']['mean'])} perplexity."
+    )
+
+
+def _half(results: Mapping[str, Any]) -> str | None:
+    rows = _rows(results, "compensated-0.5")
+    if rows is None:
+        return None
+    part = rows[0]["one_domain"]
+    return (
+        f"Below 1× a compensated cap trades expert work for quality: at 0.5× "
+        f"{percent(part['dropped_share'])} of it is gone, for "
+        f"{signed_percent(part['perplexity_change']['mean'])} perplexity."
     )
 
 
@@ -131,6 +163,17 @@ def _score_or_random(results: Mapping[str, Any]) -> str | None:
         f"What is dropped matters: at the same cap per expert (1.0×), keeping the highest scores "
         f"changes perplexity by {signed_percent(score)}, a random choice by "
         f"{signed_percent(chance)}."
+    )
+
+
+def _stand_ins(results: Mapping[str, Any]) -> str | None:
+    rows = _rows(results, "expert-1-score", "compensated-expert-1")
+    if rows is None:
+        return None
+    alone, with_them = (row["one_domain"]["perplexity_change"]["mean"] for row in rows)
+    return (
+        f"Where every expert is capped at 1×, stand-ins cut the loss from "
+        f"{signed_percent(alone)} to {signed_percent(with_them)}."
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.evaluation.batches import Batch
+from paceline.batches import Batch
 
 
 @dataclass
@@ -91,7 +91,13 @@ def sequence_losses(logits: Tensor, ids: Tensor) -> list[float]:
 
 
 def batch_losses(model: Any, batch: Batch) -> list[float]:
-    """Run a causal language model on a batch and return each row's summed loss, [rows]."""
+    """Run a causal language model on a batch and return each row's summed loss, [rows].
+
+    Raises:
+        ValueError: if the batch has more than ids: a loss of padding or of pictures means nothing.
+    """
+    if batch.given:
+        raise ValueError(f"batch has {', '.join(batch.given)}: allowed are ids alone.")
     with torch.inference_mode():
         ids = batch.ids.to(model.device)
         return sequence_losses(model(input_ids=ids, use_cache=False).logits, ids)

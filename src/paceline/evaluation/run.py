@@ -9,13 +9,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.analysis.observe import Progress, Sampling
+from paceline.batches import Sampling
 from paceline.engines.transformers import attach
+from paceline.environment import environment
 from paceline.evaluation.store import Store
 from paceline.evaluation.subject import Subject
 from paceline.evaluation.texts import judge_texts
 from paceline.placement import ExpertPlacement
-from paceline.reporting.environment import environment
+from paceline.progress import Progress
 
 if TYPE_CHECKING:
     from paceline.evaluation.tasks import Chosen

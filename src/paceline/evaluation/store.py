@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline.reporting.files import write_text
+from paceline.files import write_text
 
 
 class Store:

@@ -81,8 +81,8 @@ class Subject:
                 values = weight.detach().flatten()[::step][:SAMPLED].to("cpu", torch.float64)
                 seen.update(values.numpy().tobytes())
         for layer in self.calibration.layers if self.calibration else ():
-            for tensor in (layer.bias, layer.up, layer.down, layer.mean):
-                seen.update(tensor.contiguous().numpy().tobytes())
+            for name, tensor in layer.tensors().items():
+                seen.update(name.encode() + tensor.double().contiguous().numpy().tobytes())
         libraries = [version(name) for name in ("paceline", "torch", "transformers")]
         return digest([seen.hexdigest(), self.plan.to_toml(), *libraries])
 

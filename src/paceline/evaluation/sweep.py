@@ -15,7 +15,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from paceline.analysis.observe import Progress, Sampling
+from paceline.batches import Sampling
+from paceline.environment import environment
 from paceline.evaluation.run import STATE, describe
 from paceline.evaluation.store import Store
 from paceline.evaluation.subject import BASELINE, Subject
@@ -23,7 +24,7 @@ from paceline.evaluation.sweep_file import SCHEMA
 from paceline.evaluation.texts import judge_texts
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
-from paceline.reporting.environment import environment
+from paceline.progress import Progress
 
 FACTORS = (3.0, 2.0, 1.5, 1.25, 1.0, 0.75, 0.5, 0.25, 0.1, 1e-9)
 """From a cap that hardly binds to the smallest: one assignment a unit and pool."""

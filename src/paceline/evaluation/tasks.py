@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -14,9 +14,8 @@ from paceline.evaluation.samples import Scores, read_scores
 from paceline.evaluation.store import Store
 from paceline.evaluation.subject import Subject, judged
 from paceline.evaluation.tally import Tally
+from paceline.progress import Progress
 from paceline.text import shortened
-
-Progress = Callable[[int, int, str], None]
 
 FEWSHOT_SEED = 1234  # the harness's own
 MODES = {"batched": "batches of several prompts", "solo": "every prompt alone"}

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-from paceline.analysis.observe import Sampling, make_batches
+from paceline.batches import Batch, Sampling, check_length, make_batches
 from paceline.engines.transformers import attach
-from paceline.evaluation.batches import Batch, check_length
 from paceline.evaluation.perplexity import Losses, as_dict, change, sequence_losses
 from paceline.evaluation.store import Store
 from paceline.evaluation.subject import BASELINE, Subject, judged
 from paceline.evaluation.tally import Tally
-
-Progress = Callable[[int, int, str], None]
+from paceline.progress import Progress
 
 COMPOSITIONS = {
     "one_text": "batches of one text",

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.files import write_text
 from paceline.reporting import figures
-from paceline.reporting.files import write_text
 from paceline.reporting.load_map import load_map
 from paceline.reporting.page import render
 

@@ -10,7 +10,7 @@ from paceline.reporting.page import render
 from paceline.reporting.style import INK
 from paceline.reporting.sweep_table import factor, families, family
 
-_COLOURS = ("#0b6e8f", "#d08a1d", "#6a4fb3", "#2e8b57", "#c8553d", "#8d99a6", "#1d2733", "#b0578d")
+_COLOURS = ("#0b6e8f", "#2e8b57", "#c8553d", "#d08a1d", "#6a4fb3", "#8d99a6", "#1d2733", "#b0578d")
 
 
 def sweep_figure(result: Mapping[str, Any]) -> Figure:
@@ -38,12 +38,16 @@ def sweep_figure(result: Mapping[str, Any]) -> Figure:
         x_range=(-0.05 * widest, round(1.08 * widest, 3)),
         highest=max(row["change"] for row in rows),
     )
-    for index, trace in enumerate(figure["data"]):
-        colour = _COLOURS[index % len(_COLOURS)]
-        dash = "dash" if "expanded" in trace["name"] else "solid"
-        trace["line"] |= {"color": colour, "dash": dash}
-        trace["marker"] |= {"color": colour, "size": 7}
+    colours: dict[str, str] = {}
+    for trace in figure["data"]:
+        own, _, expanded = trace["name"].partition(", expanded to ")
+        kind = own + expanded.partition(",")[2]  # expanded or not: one colour, dashed or not
+        colour = colours.setdefault(kind, _COLOURS[len(colours) % len(_COLOURS)])
+        trace["line"] |= {"color": colour, "dash": "dash" if expanded else "solid"}
+        trace["marker"] |= {"color": colour, "size": 6 if expanded else 8, "symbol": "circle"}
         trace["textfont"] |= {"color": colour, "size": 10}
+        if expanded:
+            trace["mode"] = "lines+markers"
     best = sorted((p for p in points if p["on_frontier"]), key=lambda p: p["device_peak_to_mean"])
     figure["data"].append(
         {
@@ -92,7 +96,7 @@ def sweep_words(result: Mapping[str, Any]) -> list[str]:
         near = [p for p in result["points"] if p["device_peak_to_mean"] <= size + 1e-9]
         if not near:
             continue
-        best = min(near, key=lambda p: p["change"])
+        best = _simplest(near)
         plain = [p for p in near if not p["compensate"]]
         said = (
             f"Busiest device at most {size:g} × the mean ({what}): "
@@ -100,7 +104,14 @@ def sweep_words(result: Mapping[str, Any]) -> list[str]:
             f"{factor(best['capacity_factor'])}"
         )
         if best["compensate"] and plain:
-            least = min(plain, key=lambda p: p["change"])
+            least = _simplest(plain)
             said += f"; {100 * least['change']:+.2f}% without stand-ins ({family(least)})"
         lines.append(said + ".")
     return lines
+
+
+def _simplest(points: list[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The smallest change, or one within its standard error that does without expansion."""
+    best = min(points, key=lambda p: p["change"])
+    near = [p for p in points if p["change"] <= best["change"] + (best["standard_error"] or 0)]
+    return min(near, key=lambda p: (p["expand"] is not None, p["change"]))

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.analysis.cap_words import IN_ORDER, PLACED, lost, way_of
+from paceline.files import whole_file
 from paceline.reporting.figures import Figure, relative
 from paceline.reporting.load_map import load_map
 from paceline.reporting.style import ACCENT, AFTER, BEFORE, INK, MUTED, axis, layout
-from paceline.whole_file import whole_file
 
 FORMATS = ("svg", "png")
 _LOOKS = {  # told apart by marker and dash too, not by colour alone

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.analysis.cap_words import IN_ORDER
-from paceline.reporting.files import write_text
+from paceline.files import write_text
 from paceline.reporting.page import render
 from paceline.reporting.sweep_page import sweep_figure, sweep_values
 from paceline.reporting.trace_figures import trace_figures

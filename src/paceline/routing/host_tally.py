@@ -48,7 +48,9 @@ def tally(assignment: Assignment) -> Tally:
     asked, stay = int(before.sum()), int(np.count_nonzero(kept))
     alone = 0
     if stay < asked:  # what was kept was asked for, so that equal counts are the same assignments
-        alone = int(np.count_nonzero(offered.any(1) & (bounded == experts).all(1)))
+        rows = np.flatnonzero(bounded[:, 0] == experts)  # few: sums along short rows are slow
+        lost = offered[rows].any(1) & (bounded[rows] == experts).all(1)
+        alone = int(np.count_nonzero(lost))
     scores = chosen.weights if chosen.scores is None else chosen.scores
     mass = np.where(offered, scores.detach().float().numpy(), 0)
     if np.isnan(mass.sum()):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from paceline.keeps import KEEPS
 from paceline.policy import CapacityPolicy
 from paceline.traces.trace import Trace
@@ -47,32 +49,39 @@ def pools_of(trace: Trace) -> tuple[str, ...]:
     )
 
 
-def check_bearing(trace: Trace, policy: CapacityPolicy, what: str) -> None:
-    """Refuse a cap that keeps or pools by what the trace doesn't hold.
+def check_bearing(trace: Trace, policies: Mapping[str, Sequence[CapacityPolicy]]) -> None:
+    """Refuse caps that keep or pool by what the trace doesn't hold.
 
     Args:
         trace: of choices.
-        policy: to try on it.
-        what: whose policy, for the message.
+        policies: whose they are, for the message -> to try on it.
 
     Raises:
         ValueError: naming what is possible.
 
     >>> from paceline.traces import sample
-    >>> check_bearing(sample("esft_v2lite_law"), CapacityPolicy(capacity_factor=1.0), "plan")
+    >>> cap = CapacityPolicy(capacity_factor=1.0)
+    >>> check_bearing(sample("esft_v2lite_law"), {"a plan": [cap]})
     """
-    if not policy.caps:
+    wanted = [(what, policy) for what, own in policies.items() for policy in own if policy.caps]
+    if not wanted:
         return
-    pools = pools_of(trace)
-    if policy.pool not in pools:
-        raise ValueError(
-            f"{what}: pool={policy.pool!r} needs the token_{policy.pool} of every token, which "
-            f"{trace.where} doesn't hold: allowed are {', '.join(pools)}."
-        )
-    if policy.keep in KEEPS and policy.keep not in (keeps := keeps_of(trace)):
-        needs = {"weight": "weights", "contribution": "the norms of a calibration"}
-        lacking = needs.get(policy.keep, "scores")
-        raise ValueError(
-            f"{what}: keep={policy.keep!r} needs {lacking}, which {trace.where} doesn't hold: "
-            f"allowed are {', '.join(keeps)}."
-        )
+    pools, keeps = pools_of(trace), keeps_of(trace)  # each reads the trace's beginning
+    for what, policy in wanted:
+        if policy.pool not in pools:
+            raise ValueError(
+                f"{what}: pool={policy.pool!r} needs the token_{policy.pool} of every token, which "
+                f"{trace.where} doesn't hold: allowed are {', '.join(pools)}."
+            )
+        if policy.max_active is not None and "weight" not in keeps:
+            raise ValueError(
+                f"{what}: max_active={policy.max_active} needs weights, which {trace.where} "
+                "doesn't hold: it keeps the experts with the largest sum of them."
+            )
+        if policy.factor is not None and policy.keep in KEEPS and policy.keep not in keeps:
+            needed = {"weight": "weights", "contribution": "the norms of a calibration"}
+            lacking = needed.get(policy.keep, "scores")
+            raise ValueError(
+                f"{what}: keep={policy.keep!r} needs {lacking}, which {trace.where} doesn't hold: "
+                f"allowed are {', '.join(keeps)}."
+            )

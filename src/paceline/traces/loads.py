@@ -17,12 +17,12 @@ import numpy.typing as npt
 
 from paceline.balance import straggler_loss
 from paceline.placement import ExpertPlacement
+from paceline.progress import Progress
 from paceline.traces.rows import Without, repeats, without
 from paceline.traces.tables import Group, LoadTable, load_tables
 from paceline.traces.trace import Trace
 
 Array = npt.NDArray[Any]
-Progress = Callable[[int, int, str], None]
 
 SCHEMA = "paceline-trace-loads/1"
 AXES = {
@@ -35,6 +35,8 @@ AXES = {
     "balancedness_sum": "1 / overall device peak-to-mean (how vLLM reduces)",
     "balancedness_mean": "mean over batches and layers of mean / largest (how SGLang reduces)",
     "active_experts": "experts with at least one row, in a batch and layer",
+    "most_active_experts": "experts with a row on the device with the most of them, whose weights "
+    "it reads; mean over batches (overall: and layers)",
     "best_possible": "device peak-to-mean if rows, being whole, were spread as evenly as can be",
     "perfect_balance_speedup": "sum of the largest devices / sum of the best possible ones",
 }
@@ -161,7 +163,8 @@ class LoadFigures:
         self._group_busiest: dict[Group, float] = {}  # sum over batches and layers
         self._group_tokens: dict[Group, Array] = {}
         self._tokens: Array | None = np.zeros(layers, dtype=np.int64)
-        self._peaks: list[Array] = []  # [batches, layers, 4] float32: sum, device, expert, active
+        # [batches, layers, 5]: sum, largest device and expert, active experts, most on a device
+        self._peaks: list[Array] = []
         self._batches = 0
 
     def read(self, trace: Trace, progress: Progress | None) -> None:
@@ -177,7 +180,9 @@ class LoadFigures:
         if self._header.content == "shares":  # no totals: every layer weighs the same
             counts = counts / np.maximum(counts.sum(2, keepdims=True), 1e-300)
         devices = np.matmul(counts.swapaxes(0, 1), self._host).swapaxes(0, 1)
-        parts = [counts.sum(2), devices.max(2), counts.max(2), (counts > 0).sum(2)]
+        busy = (counts > 0).astype(np.float64)
+        active = np.matmul(busy.swapaxes(0, 1), self._host).max(2).T
+        parts = [counts.sum(2), devices.max(2), counts.max(2), busy.sum(2), active]
         self._peaks.append(np.stack(parts, 2))
         self._total += counts.sum(0)
         self._batches += len(counts)
@@ -199,7 +204,7 @@ class LoadFigures:
         Raises:
             ValueError: if there is no batch with a token.
         """
-        peaks = np.concatenate(self._peaks) if self._peaks else np.zeros((0, len(self._experts), 4))
+        peaks = np.concatenate(self._peaks) if self._peaks else np.zeros((0, len(self._experts), 5))
         if not peaks[:, :, 0].any():
             raise ValueError("the trace has no assignment: there is nothing to be balanced.")
         layers = [self._layer(layer, peaks[:, layer]) for layer in range(len(self._experts))]
@@ -231,7 +236,7 @@ class LoadFigures:
             "pooled_device_peak_to_mean": _ratio(devices.max(), devices.sum(), len(devices)),
             "pooled_expert_peak_to_mean": _ratio(loads.max(), loads.sum(), len(loads)),
         }
-        total, device, expert, active = peaks[peaks[:, 0] > 0].T
+        total, device, expert, active, most = peaks[peaks[:, 0] > 0].T
         figures["device_peak_to_mean"] = _spread(device, total / placement.num_devices)
         figures["expert_peak_to_mean"] = _spread(expert, total / described.experts)
         figures["straggler_loss"] = straggler_loss(figures["device_peak_to_mean"]["mean"] or 1.0)
@@ -239,10 +244,11 @@ class LoadFigures:
             figures["active_experts"] = {
                 "mean": float(active.mean()), "min": int(active.min()), "max": int(active.max()),
             }  # fmt: skip
+            figures["most_active_experts"] = float(most.mean())
         return figures
 
     def _overall(self, peaks: Array, layers: list[dict[str, Any]]) -> dict[str, Any]:
-        total, device, expert, _ = (peaks[:, :, i] for i in range(4))
+        total, device, expert, _, most = (peaks[:, :, i] for i in range(5))
         means = total / self._devices
         peak = float(device.sum() / means.sum())
         busy = total > 0
@@ -259,6 +265,7 @@ class LoadFigures:
             ),
         }
         if self._header.content != "shares":
+            figures["most_active_experts"] = float(most[busy].mean())
             best = np.ceil(means)
             figures["best_possible"] = float(best.sum() / means.sum())
             figures["perfect_balance_speedup"] = float(device.sum() / best.sum())

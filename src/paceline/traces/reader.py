@@ -166,9 +166,10 @@ class _Check:
                 self.shape(name, [layers, tokens] if per_layer else [tokens])
         for layer, described in enumerate(header.layers):
             ids = tensors["ids"][layer]
-            if ids.numel() and int(ids.long().max()) > described.experts:
+            highest = int(ids.max()) if ids.numel() else 0
+            if highest > described.experts:
                 self.refuse(
-                    "ids", f"names expert {int(ids.long().max())} of {described.name}",
+                    "ids", f"names expert {highest} of {described.name}",
                     f"0 to {described.experts - 1}, or {described.experts} for none",
                 )  # fmt: skip
         self.codes("phase", len(PHASES))

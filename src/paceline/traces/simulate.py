@@ -15,12 +15,12 @@ import numpy as np
 
 from paceline.balance import straggler_loss
 from paceline.plan import Plan
+from paceline.progress import Progress
 from paceline.routing import Assignment
 from paceline.traces.bearing import check_bearing
 from paceline.traces.tally import Given, Tally, gate_mass_lost, spread
 from paceline.traces.trace import Trace
 
-Progress = Callable[[int, int, str], None]
 Watch = Callable[[str, int, int, Assignment], None]
 """Told the plan's name, the layer, the number of the batch and what was decided."""
 
@@ -31,6 +31,8 @@ AXES = {
     "gain": "sum over batches and layers of the reference's largest device / this plan's largest",
     "dropped_share": "dropped assignments / the model's own, over batches and layers",
     "gate_mass_lost": "1 - sum of gate scores kept / of all, over batches and layers",
+    "most_active_experts": "experts with a row on the device with the most of them, mean over "
+    "batches (overall: and layers); _before: without any cap",
     "lost_tokens": "rows of a layer whose every assignment was dropped",
 }
 """What is reduced over what, in every result."""
@@ -73,12 +75,11 @@ def simulate(
         )
     if not plans:
         raise ValueError("plans={} is not allowed: name at least one.")
-    for name, plan in plans.items():
+    for plan in plans.values():
         plan.check_model(
             [layer.experts for layer in header.layers], [layer.k or 1 for layer in header.layers]
         )
-        for policy in plan.policies:
-            check_bearing(trace, policy, f"plan {name!r}")
+    check_bearing(trace, {f"plan {name!r}": plan.policies for name, plan in plans.items()})
     tallies = {
         name: [Tally.of(layer, index, plan, name) for index, layer in enumerate(header.layers)]
         for name, plan in plans.items()
@@ -133,6 +134,7 @@ def _result(tallies: Sequence[Tally]) -> dict[str, Any]:
     total = sum(tally.assignments / tally.placement.num_devices for tally in tallies)
     rows_before = sum(tally.busiest_before for tally in tallies)
     rows_after = sum(tally.busiest_after for tally in tallies)
+    steps = max(1, sum(tally.batches for tally in tallies))
     alike = len({tally.policy for tally in tallies}) == 1
     return {
         "policy": str(first.policy) if alike else "by layer",
@@ -146,6 +148,9 @@ def _result(tallies: Sequence[Tally]) -> dict[str, Any]:
             "gate_mass_lost": gate_mass_lost(tallies),
             "lost_tokens": sum(tally.lost_tokens for tally in tallies),
             "batches_below_min_expert_load": sum(tally.too_small for tally in tallies),
+            "batches_ruled_by_max_active": sum(tally.narrowed for tally in tallies),
+            "most_active_experts_before": sum(tally.active_before for tally in tallies) / steps,
+            "most_active_experts": sum(tally.active_after for tally in tallies) / steps,
             "busiest_rows_before": rows_before,
             "busiest_rows_after": rows_after,
             "device_peak_to_mean_before": spread(before, means, rows_before, total),

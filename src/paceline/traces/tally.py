@@ -18,6 +18,7 @@ from paceline.placement import ExpertPlacement
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
 from paceline.routing import Assignment, RoutingInputs, route
+from paceline.routing.active import most_active
 from paceline.routing.budget import places_on_host, units_of
 from paceline.routing.candidates import topk_candidates
 from paceline.routing.capacity import tokens_needed
@@ -86,15 +87,14 @@ class Tally:
     def __init__(
         self, name: str, layer: Layer, policy: CapacityPolicy, placement: ExpertPlacement
     ) -> None:
-        if policy.max_active is not None:
-            raise ValueError(f"max_active={policy.max_active} is not simulated: leave it out.")
         self.k = layer.k or 1
         check_binding(policy, placement, self.k)
         self.name, self.layer, self.policy, self.placement = name, layer.name, policy, placement
         self.before, self.after = array("f"), array("f")  # rows of the busiest device, by batch
         self.means = array("f")  # rows a device before
         self.tokens = self.assignments = self.dropped = self.extras = 0
-        self.too_small = self.lost_tokens = 0
+        self.too_small = self.narrowed = self.lost_tokens = 0
+        self.batches = self.active_before = self.active_after = 0  # of the device with the most
         self.busiest_before = self.busiest_after = 0
         self.loads_after = np.zeros(placement.num_experts, dtype=np.int64)
         self.mass = self.mass_kept = 0.0
@@ -120,11 +120,6 @@ class Tally:
     def add(self, given: Given, told: Callable[[int, Assignment], None] | None = None) -> None:
         """Count the batches of a chunk; `told` gets each batch's index and assignment."""
         experts = self.placement.num_experts
-        if self.policy.caps and self.policy.keep == "contribution":
-            raise ValueError(
-                f'plan {self.name!r}: keep="contribution" needs norms of a calibration, which no '
-                "trace holds."
-            )
         after, lost = given.loads.copy(), 0
         kept_mass = mass = 0.0 if given.mass is None else float(given.mass.sum())
         for rows, bounded in self._routed(given, told):
@@ -139,6 +134,9 @@ class Tally:
             if given.mass is not None:
                 kept_mass -= float(given.mass[rows][~genuine].sum())
         before_peaks, after_peaks = ((loads @ self._host).max(1) for loads in (given.loads, after))
+        self.batches += len(after)
+        self.active_before += int(self._active(given.loads).max(1).sum())
+        self.active_after += int(self._active(after).max(1).sum())
         assignments = given.loads.sum(1)
         self.before.extend(before_peaks)
         self.after.extend(after_peaks)
@@ -149,8 +147,11 @@ class Tally:
         self.assignments += int(assignments.sum())
         self.lost_tokens += lost
         self.loads_after += after.sum(0)
-        if self.policy.caps and self.policy.pool != "request":
-            self.too_small += int((given.tokens < self._few).sum())
+        few = int((given.tokens < self._few).sum())
+        if self.policy.max_active is not None and self.policy.caps:
+            self.narrowed += few
+        elif self.policy.caps and self.policy.pool != "request":
+            self.too_small += few
         self.weighed &= given.mass is not None
         self.mass += mass
         self.mass_kept += kept_mass
@@ -160,21 +161,22 @@ class Tally:
     ) -> Iterator[tuple[Array | slice, Array]]:
         """Rows and their bounded ids [rows, slots], of every batch that may lose or gain any."""
         policy = self.policy
-        by_batch = policy.caps and policy.expand is None and policy.pool == "batch"
-        wanted = np.ones(len(given.loads), bool)
         if told is None and not policy.caps:
             return
+        wanted = np.ones(len(given.loads), bool)
+        by_batch = policy.caps and policy.expand is None and policy.pool == "batch"
         if told is None and by_batch and (given.mass is not None or policy.keep != "score"):
             wanted = self._over_full(given)
-        if not wanted.any():
-            return
-        few = given.tokens[wanted].mean() < _SMALL
-        if told is None and by_batch and few and policy.keep in _ROW_BY_ROW:
-            # a request is judged by its own tokens, as a batch is: one call for all of them
-            rows = slice(None) if wanted.all() else np.flatnonzero(wanted[given.batch_of])
-            inputs = _labelled(given.inputs, given.batch_of, rows)
-            yield rows, self._route(inputs, policy.replace(pool="request")).bounded_ids.numpy()
-            return
+        if told is None and by_batch and policy.factor and policy.keep in _ROW_BY_ROW:
+            small = given.tokens < self._few  # where max_active may rule: batch by batch
+            many = wanted & ~small
+            if many.any() and given.tokens[many].mean() < _SMALL:
+                # a request is judged by its own tokens, as a batch is: one call for all of them
+                rows = slice(None) if many.all() else np.flatnonzero(many[given.batch_of])
+                inputs = _labelled(given.inputs, given.batch_of, rows)
+                alone = policy.replace(pool="request", max_active=None)
+                yield rows, self._route(inputs, alone).bounded_ids.numpy()
+                wanted = wanted & small
         for batch in np.flatnonzero(wanted).tolist():
             start, end = np.searchsorted(given.batch_of, (batch, batch + 1))
             assignment = self._route(given.inputs_of(batch), policy)
@@ -184,14 +186,23 @@ class Tally:
 
     def _over_full(self, given: Given) -> Array:
         """[batches] bool: whether a unit has more than its places; others come back as they are."""
-        factor = self.policy.capacity_factor
-        assert factor is not None
-        sizes, index = np.unique(given.tokens, return_inverse=True)
-        places = np.stack(
-            [places_on_host(self._units, (factor,), self.k, int(n))[0] for n in sizes]
-        )[index]
-        full: Array = ((given.loads @ self._unit) > places).any(1) & (given.tokens >= self._few)
-        return full
+        factor, few = self.policy.capacity_factor, given.tokens < self._few
+        full = np.zeros(len(few), bool)
+        if factor is not None:
+            sizes, index = np.unique(given.tokens, return_inverse=True)
+            places = np.stack(
+                [places_on_host(self._units, (factor,), self.k, int(n))[0] for n in sizes]
+            )[index]
+            full = ((given.loads @ self._unit) > places).any(1) & ~few
+        most = self.policy.max_active
+        if most is not None:
+            allowed = np.array([most_active(most, size) for size in self.placement.sizes])
+            full = full | ((self._active(given.loads) > allowed).any(1) & few)
+        return np.asarray(full)
+
+    def _active(self, loads: Array) -> Array:
+        """[batches, devices] experts of each device that get any row."""
+        return np.asarray((loads > 0).astype(np.int64) @ self._host)
 
     def _route(self, inputs: RoutingInputs, policy: CapacityPolicy) -> Assignment:
         try:
@@ -214,6 +225,9 @@ class Tally:
             "gate_mass_lost": gate_mass_lost([self]),
             "lost_tokens": self.lost_tokens,
             "batches_below_min_expert_load": self.too_small,
+            "batches_ruled_by_max_active": self.narrowed,
+            "most_active_experts_before": self.active_before / max(1, self.batches),
+            "most_active_experts": self.active_after / max(1, self.batches),
             "expert_loads_after": self.loads_after.tolist(),
             "device_peak_to_mean_before": spread(before, means, self.busiest_before, total),
             "device_peak_to_mean": spread(after, means, self.busiest_after, total),

@@ -9,6 +9,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
 
+from paceline.files import whole_file
 from paceline.traces.chunk import Chunk
 from paceline.traces.format import (
     CHUNK_KEY,
@@ -21,7 +22,6 @@ from paceline.traces.format import (
     chunk_name,
 )
 from paceline.traces.trace import Trace
-from paceline.whole_file import whole_file
 
 
 class TraceWriter:

@@ -72,9 +72,9 @@ def check_layer(layer: AttachedLayer, policy: CapacityPolicy, labels: UserLabels
             )
 
 
-def check_modalities(policy: CapacityPolicy, model: nn.Module) -> None:
-    """A modality that the model can't tell apart is no priority."""
-    if not policy.drop_first:
+def check_modalities(policy: CapacityPolicy, model: nn.Module, labels: UserLabels) -> None:
+    """A modality that neither the model nor the user can tell apart is no priority."""
+    if not policy.drop_first or labels.modality is not None:
         return
     by_type = any("token_type_ids" in name for name in parameter_names(model))
     known = {

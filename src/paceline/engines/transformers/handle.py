@@ -106,7 +106,7 @@ class Pace:
         for layer, policy in pairs:
             check_layer(layer, policy, self._running.labels)
         for policy in {policy for _, policy in pairs}:
-            check_modalities(policy, self._model)
+            check_modalities(policy, self._model, self._running.labels)
         rules = [layer.rule(policy) for layer, policy in pairs]
         for layer, rule in zip(self._layers, rules, strict=True):
             on_cpu = layer.modules.device.type == "cpu"

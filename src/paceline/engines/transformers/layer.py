@@ -13,8 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.calibration.identity import LayerIdentity, of_experts, of_router
 from paceline.calibration.layer import LayerCalibration
+from paceline.engines.compensation import Compensation
 from paceline.engines.facts import Facts
-from paceline.engines.transformers.compensation import Compensation
 from paceline.engines.transformers.context import ForwardContext
 from paceline.engines.transformers.execution import Execution
 from paceline.engines.transformers.forwards import (

@@ -173,7 +173,6 @@ class DeviceCap:
             group, self._units, by_size[self._size_of[safe]], self._key(weights, scores, ids)
         )
         lost = offered & ~kept
-        kept = kept & wanted
         self._count(safe, offered, kept, tokens, by_size)
         drop = lost & self.enforce
         ids.masked_fill_(drop, -1)

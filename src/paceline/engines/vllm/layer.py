@@ -291,6 +291,8 @@ class CappedLayer:
                 given["topk_scores"] = scored.gather(1, chosen.long())
             else:
                 given["scores"] = scored[:, : self.num_experts]
+        if policy.keep == "contribution" and self.stand_ins is not None:
+            given["expert_norms"] = self.stand_ins.norms(policy.compensate)
         if facts.request:
             given["token_request"] = batch.request
         if facts.decode:

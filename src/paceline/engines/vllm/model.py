@@ -17,6 +17,7 @@ from paceline.engines.vllm.checks import check_settings, moe_layers
 from paceline.engines.vllm.device import DeviceCap
 from paceline.engines.vllm.environment import CALIBRATION, Wanted
 from paceline.engines.vllm.layer import CappedLayer, Ranks, Watcher
+from paceline.engines.vllm.notices import tell_of_shared_cache, tell_what_is_saved
 from paceline.engines.vllm.runner import experts_of, placement_for, slots_for
 from paceline.engines.vllm.stand_ins import calibration_folder, stand_ins_of
 from paceline.policy import CapacityPolicy
@@ -24,9 +25,6 @@ from paceline.routing import RoutingInputs, route
 from paceline.routing.stats import LayerStats
 
 logger = logging.getLogger("vllm.paceline")
-
-MUCH = 0.15
-"""More than this has to be dropped to save time: worth a warning."""
 
 
 class CappedModel:
@@ -73,7 +71,11 @@ class CappedModel:
             "paceline caps %d MoE layers of this worker with %s, on %d devices",
             len(self.layers), self.layers[0].policy, self.layers[0].units.num_devices,
         )  # fmt: skip
-        self._tell_what_is_saved()
+        capped = any(policy is not None and policy.caps for policy in self._at_start())
+        if rank == 0 and capped:
+            tell_what_is_saved(layer.experts for layer in self.layers)
+            if config.cache_config.enable_prefix_caching and not self.accepted:
+                tell_of_shared_cache()
 
     # -- policies ---------------------------------------------------------------------------------
 
@@ -100,7 +102,8 @@ class CappedModel:
                 f"{len(self.layers)} MoE layers."
             )
         named = [self._suited(policy) for policy in policies]
-        check_settings(self._config, [p for p in named if p is not None], self.accepted)
+        asked = [policy for policy in named if policy is not None]
+        check_settings(self._config, asked, self.accepted)
         for layer, policy in zip(self.layers, named, strict=True):
             if policy is not None:
                 layer.check(policy)
@@ -211,19 +214,6 @@ class CappedModel:
             ],
         }
 
-    def _tell_what_is_saved(self) -> None:
-        """Once, where a cap may save nothing but costs quality all the same."""
-        known = [layer.experts for layer in self.layers if layer.experts is not None]
-        small = max(known, key=lambda experts: experts.share_that_pays, default=None)
-        if small is not None and small.share_that_pays > MUCH and self.rank == 0:
-            logger.warning(
-                "paceline: experts of %d x %d are so small that leaving dropped rows out saves "
-                "time on this CPU only where more than %.0f%% are dropped. Below that they are "
-                "computed with weight 0: such a cap saves nothing here and changes what the model "
-                "says; mode=shadow or observe counts without it.",
-                small.hidden, small.width, 100 * small.share_that_pays,
-            )  # fmt: skip
-
     # -- making -----------------------------------------------------------------------------------
 
     def _layer(self, runner: Any, index: int, rank: int) -> CappedLayer:
@@ -302,5 +292,6 @@ class CappedModel:
             inputs = RoutingInputs(
                 topk_ids=ids.int(), topk_weights=weights, scores=scores, token_request=label,
                 token_source=label, token_decode=label.bool(),
+                expert_norms=torch.ones(layer.num_experts),
             )  # fmt: skip
             route(inputs, policy.replace(min_expert_load=0), layer.units)

@@ -21,16 +21,15 @@ def check_policy(layer: Any, policy: CapacityPolicy) -> None:
     """
     check_binding(policy, layer.units, layer.k)
     facts = facts_for(policy)
-    if policy.keep == "contribution":
-        raise ValueError("keep=contribution is not supported in vLLM yet.")
     if policy.max_active is not None and layer.ranks.data_ranks > 1:
         raise ValueError(
             f"max_active={policy.max_active} is not allowed under data parallelism: a device reads "
             "experts for the tokens of all ranks, of which each sees its own."
         )
-    if policy.compensate and layer.stand_ins is None:
+    learned = "compensate=true" if policy.compensate else f"keep={policy.keep}"
+    if layer.stand_ins is None and (policy.compensate or policy.keep == "contribution"):
         raise ValueError(
-            "compensate=true needs a calibration of this model: start the server with "
+            f"{learned} needs a calibration of this model: start the server with "
             "--calibration FOLDER (PACELINE_CALIBRATION), as `paceline calibrate` makes it."
         )
     if policy.compensate and policy.expand is not None and layer.slots:

@@ -32,7 +32,7 @@ class Watched:
         self._next = 0
         self.layers = [layer.name for layer in model.layers]
         # what decodes is known; whether a token is of a text or an image isn't
-        self.context: Any = SimpleNamespace(modality=None)
+        self.context: Any = SimpleNamespace(modality_of=lambda rows, layer: None)
 
     def stats(self) -> Any:
         """Loads of all layers."""

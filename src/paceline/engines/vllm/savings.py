@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 PAIR_COST = {"amx": 200, "vec": 64}
 """Kernel -> columns of an expert's width that take as long as gathering a pair and adding it up.
-Measured on one core of a Xeon with experts of width 64, 256 and 1,024: 59 to 60 in float32 (vec),
-80 to 290 in bfloat16 (amx), whose matrix units are quicker than its memory."""
+Where the two ways are equal, benchmarks/vllm_kernel.py measured 45 to 90 in float32 (vec) and 80 to
+260 in bfloat16 (amx), with experts of width 64 to 1,024 on one core of a Xeon."""
 
 LITTLE_WORK = 1 << 23
 """Multiply-adds of a matrix that a layer's experts do in half a millisecond or so: below it neither

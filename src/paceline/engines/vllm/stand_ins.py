@@ -7,6 +7,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.model_loader import base_loader
@@ -14,7 +15,7 @@ from vllm.model_executor.model_loader import base_loader
 from paceline.calibration.file import Calibration
 from paceline.calibration.identity import LayerIdentity, of_experts, of_router
 from paceline.calibration.layer import LayerCalibration
-from paceline.engines.transformers.compensation import Compensation
+from paceline.engines.compensation import Compensation
 from paceline.engines.vllm.environment import CALIBRATION, Wanted, wanted
 
 
@@ -24,11 +25,11 @@ class StandIns:
     Args:
         layer: what a calibration found of it.
         experts: global ids of those whose stand-ins are added by this worker.
+        dtype: that the layer computes in.
     """
 
-    def __init__(self, layer: LayerCalibration, experts: list[int]) -> None:
-        self._layer, self._experts = layer, experts
-        self._ready: Compensation | None = None
+    def __init__(self, layer: LayerCalibration, experts: list[int], dtype: torch.dtype) -> None:
+        self._stand_ins = Compensation(layer, experts, torch.empty(0, dtype=dtype))
         self._lost: tuple[Tensor, Tensor, Tensor] | None = None
 
     def expect(self, ids: Tensor, weights: Tensor, dropped: Tensor) -> None:
@@ -46,9 +47,11 @@ class StandIns:
         lost, self._lost = self._lost, None
         if lost is None:
             return
-        if self._ready is None:
-            self._ready = Compensation(self._layer, self._experts, hidden)
-        output.copy_(self._ready(output, hidden, *lost))
+        output.copy_(self._stand_ins(output, hidden, *lost))
+
+    def norms(self, compensate: bool) -> Tensor:
+        """[experts] mean norm of what dropping an assignment leaves, with stand-ins or without."""
+        return self._stand_ins.norms(compensate, torch.device("cpu"))
 
 
 def keep_fingerprints() -> None:
@@ -123,7 +126,7 @@ def stand_ins_of(folder: Path, runners: list[Any], config: Any) -> list[StandIns
     ]
     found.check_model(config.model_config.architectures[0], identity)
     return [
-        StandIns(layer, experts if _adds(runner) else [])
+        StandIns(layer, experts if _adds(runner) else [], config.model_config.dtype)
         for layer, runner, experts in zip(found.layers, runners, own, strict=True)
     ]
 

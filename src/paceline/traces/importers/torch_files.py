@@ -28,7 +28,7 @@ from paceline.traces.trace import Trace
 Array = npt.NDArray[Any]
 
 SAFE_TORCH = (2, 10)
-_MAX_PICKLE_BYTES, _MAX_VALUES = 1 << 26, 1 << 28
+_MAX_PICKLE_BYTES, _MAX_BYTES, _MAX_VALUES = 1 << 26, 1 << 30, 1 << 28
 _MODES = {1: "prefill", 2: "decode", 5: "decode"}
 """SGLang's forward_mode: extend, decode, verify; 3 is mixed, 4 idle."""
 _IDLE = 4
@@ -91,7 +91,7 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
-            check_zip(members, str(path))
+            check_zip(members, str(path), _MAX_BYTES)
             for member in members:
                 if member.filename.endswith(".pkl") and member.file_size > _MAX_PICKLE_BYTES:
                     raise TraceError(f"{path}: {member.filename!r} is too large.")

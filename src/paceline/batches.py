@@ -132,3 +132,47 @@ def check_length(model: Any, length: int) -> None:
     limit = getattr(config, "max_position_embeddings", None)
     if isinstance(limit, int) and length > limit:
         raise ValueError(f"sequences of {length} tokens: allowed are {limit} for this model.")
+
+
+_CHARACTERS = 64  # more than a token has on average, in any text
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Which tokens to run and how.
+
+    Attributes:
+        tokens: at most so many in all, shared equally by the texts.
+        batch_size: sequences a batch.
+        sequence_length: tokens a sequence.
+        mix: deal the sequences of all texts into every batch, else batches of one text.
+    """
+
+    tokens: int = 16384
+    batch_size: int = 16
+    sequence_length: int = 256
+    mix: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("tokens", 2), ("batch_size", 1), ("sequence_length", 2)):
+            check_count(name, getattr(self, name), least)
+
+
+def make_batches(
+    tokenizer: Any, texts: Mapping[str, str], sampling: Sampling
+) -> tuple[list[Batch], Mapping[str, int]]:
+    """Batches of the texts and the tokens used of each.
+
+    Raises:
+        ValueError: if a text is empty, or mixing needs longer texts.
+    """
+    if not texts:
+        raise ValueError("texts is empty: allowed is at least one text.")
+    share = max(2, sampling.tokens // len(texts))
+    parts: list[Sequences] = []
+    for name, text in texts.items():
+        start = text[: _CHARACTERS * share]  # a huge file is not tokenised to its end
+        ids = tokenizer(start, add_special_tokens=False, verbose=False)["input_ids"]
+        parts.append(cut(name, ids[:share], sampling.sequence_length))
+    deal = mixed if sampling.mix else separate
+    return deal(parts, sampling.batch_size), tokens_by_source(parts)

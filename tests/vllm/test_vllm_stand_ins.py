@@ -19,6 +19,7 @@ from made_up_calibration import made_up
 
 LOW = "capacity_factor=0.5,min_expert_load=0"
 COMPENSATED = f"{LOW},compensate=true"
+RANKED = f"{COMPENSATED},keep=contribution"
 
 
 def _transformers(folder: str, calibration: Any, policy: str) -> list[tuple[int, float]]:
@@ -56,7 +57,7 @@ def test_what_is_left_is_what_transformers_leaves(tmp_path: Path, eager: bool) -
     settings = {} if eager else {"kv_cache_memory_bytes": None}
     with asked(policy=COMPENSATED, devices=str(DEVICES), calibration=str(tmp_path / "calibration")):
         capped = Capped(start(folder, eager=eager, **settings), None)
-    said = {policy: _vllm(capped, policy) for policy in (COMPENSATED, LOW)}
+    said = {policy: _vllm(capped, policy) for policy in (COMPENSATED, LOW, RANKED)}
     for policy, have in said.items():
         for (token, value), (theirs, want) in zip(
             have, _transformers(folder, calibration, policy), strict=True
@@ -64,6 +65,7 @@ def test_what_is_left_is_what_transformers_leaves(tmp_path: Path, eager: bool) -
             assert token == theirs
             assert value == pytest.approx(want, abs=1e-4)
     assert said[COMPENSATED] != said[LOW]
+    assert said[COMPENSATED] != said[RANKED]
     # with nothing dropped not a bit changes
     unbound = _vllm(capped, "capacity_factor=1000,compensate=true")
     assert unbound == _vllm(capped, "capacity_factor=1000")
@@ -72,10 +74,6 @@ def test_what_is_left_is_what_transformers_leaves(tmp_path: Path, eager: bool) -
     capped.prefill(COMPENSATED)
     both = capped.model.describe()["dropped"] - dropped
     assert both == capped.prefill(LOW)["dropped"] > 0 or not eager
-
-
-def test_without_a_calibration_it_is_refused(olmoe: Capped) -> None:
-    assert "needs a calibration of this model" in olmoe.reason(COMPENSATED)
 
 
 def test_a_calibration_of_other_weights_is_refused(tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
-"""Write a file whole or not at all: whoever is killed meanwhile leaves the one that was there."""
+"""Write files whole or not at all: whoever is killed meanwhile leaves the one that was there."""
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -43,6 +45,21 @@ def whole_file(path: Path, *, private: bool = True) -> Iterator[Path]:
     except BaseException:
         made.unlink(missing_ok=True)
         raise
+
+
+def write_text(path: Path, text: str, *, private: bool) -> None:
+    """Replace `path` by `text`, as `whole_file` does.
+
+    Raises:
+        OSError: if the folder can't be written.
+    """
+    with whole_file(path, private=private) as file:
+        file.write_text(text, encoding="utf-8")
+
+
+def to_json(data: Any) -> str:
+    """Indented, strictly valid JSON (no NaN)."""
+    return json.dumps(data, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
 
 
 def _to_disk(path: Path) -> None:

@@ -7,6 +7,7 @@ is added to what the kept experts give.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -15,6 +16,10 @@ from paceline.calibration.layer import LayerCalibration
 
 Tell = Callable[[Tensor, Tensor], None]
 """Told the sum of squared distances of dropped inputs, and of how many, 0-d tensors."""
+
+_HAS_TRITON = find_spec("triton") is not None
+
+_LOW = (torch.bfloat16, torch.float16, torch.float32)  # what the kernels multiply
 
 _BUFFERS = ("_down", "_up", "_shift", "_bias", "_scale", "_local")
 
@@ -92,8 +97,11 @@ class Compensation:
         local = self._local[torch.where(dropped, ids.long(), -1)]
         x = hidden.reshape(-1, hidden.shape[-1])
         # where a graph is made or a device runs ahead, shapes must not depend on what was dropped
-        static = x.is_cuda or torch.compiler.is_compiling()
-        give = self._dense if static else self._grouped
+        give = self._grouped
+        if torch.compiler.is_compiling():
+            give = self._dense
+        elif x.is_cuda:
+            give = self._sorted if _HAS_TRITON and x.dtype in _LOW else self._dense
         flat = out.reshape(-1, out.shape[-1])
         return give(flat, x.to(self._down.dtype), local, weights, tell).reshape(out.shape)
 
@@ -115,6 +123,21 @@ class Compensation:
         left = inner @ self._up.reshape(-1, x.shape[1]) + lost.to(x.dtype) @ self._bias
         some = (local < self._own).any(1, keepdim=True)
         return torch.where(some, out + left.to(out.dtype), out)
+
+    def _sorted(
+        self, out: Tensor, x: Tensor, local: Tensor, weights: Tensor, tell: Tell | None
+    ) -> Tensor:
+        """The dropped assignments alone, sorted by expert on the device: no size is read."""
+        from paceline.engines.stand_in_kernels import left_behind
+
+        total, seen, expert = left_behind(
+            x, local, weights, self._down, self._up, self._bias, self._shift
+        )
+        if tell is not None:
+            scale = torch.nn.functional.pad(self._scale, (0, 1))[expert]
+            tell((seen.square().sum(1) * scale).sum(), (scale > 0).sum())
+        some = (local < self._own).any(1, keepdim=True)
+        return torch.where(some, out + total.to(out.dtype), out)
 
     def _grouped(
         self, out: Tensor, x: Tensor, local: Tensor, weights: Tensor, tell: Tell | None

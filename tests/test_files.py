@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.whole_file import whole_file
+from paceline.files import whole_file
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "paceline"
 
@@ -20,7 +20,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "paceline"
 WRITER = """
 import sys
 from pathlib import Path
-from paceline.whole_file import whole_file
+from paceline.files import whole_file
 path = Path(sys.argv[1])
 for number in range(10**9):
     with whole_file(path) as file, file.open("w") as handle:

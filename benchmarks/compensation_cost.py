@@ -1,0 +1,157 @@
+"""What stand-ins cost at OLMoE's shape, on a CPU: their time in a capped layer, and fitting them.
+
+    python benchmarks/compensation_cost.py --out benchmarks/results/compensation_cost.json
+
+Hidden size 2048, expert width 1024, 64 experts, 8 a token, 8 devices, rank 16, random weights. The
+cap is 0.87, so that 13% are dropped. Layers without and with stand-ins are timed in turn,
+processor time of one thread. The fit is timed for some experts with the rows that 65,536 tokens
+give each, and extended to the 64 experts of a layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import OlmoeConfig, OlmoeForCausalLM
+
+from paceline import attach
+from paceline.bench.spread import ratios, shuffled
+from paceline.calibration.file import Calibration
+from paceline.calibration.identity import LayerIdentity
+from paceline.calibration.layer import LayerCalibration
+from paceline.calibration.layer_fit import RIDGE_EXPERTS, fit_layer
+from paceline.calibration.rows import Rows, Seen
+from paceline.environment import environment
+from paceline.files import to_json, write_text
+
+HIDDEN, WIDTH, EXPERTS, K, RANK, DEVICES = 2048, 1024, 64, 8, 16, 8
+POLICY = "capacity_factor=0.87,min_expert_load=0"
+TOKENS = 65536  # of a calibration
+
+
+def layer_model() -> Any:
+    """A model of one layer, its vocabulary next to nothing."""
+    config = OlmoeConfig(
+        vocab_size=64, hidden_size=HIDDEN, intermediate_size=WIDTH, num_hidden_layers=1,
+        num_attention_heads=16, num_experts=EXPERTS, num_experts_per_tok=K, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return OlmoeForCausalLM(config).eval()
+
+
+def random_calibration(model: Any) -> Calibration:
+    with attach(model) as pace:
+        (layer,) = pace.identity()
+    rank = torch.randn(EXPERTS, HIDDEN, RANK).bfloat16()
+    found = LayerCalibration(
+        name=layer.name, k=K, router=layer.router, experts=tuple(layer.experts.values()),
+        ridge=0.1, explained=0.5, explained_by_text=(0.5,), placement=(),
+        bias=torch.randn(EXPERTS, HIDDEN), up=rank, down=rank.transpose(1, 2).contiguous(),
+        mean=torch.randn(EXPERTS, HIDDEN), ranks=torch.full((EXPERTS,), RANK),
+        loads=torch.ones(1, EXPERTS, dtype=torch.int64), output_norm=torch.ones(EXPERTS),
+        residual_norm=torch.ones(EXPERTS), explained_by_expert=torch.ones(EXPERTS),
+    )  # fmt: skip
+    return Calibration(type(model).__name__, ("random",), (1,), "parts", (found,))
+
+
+def time_layer(tokens: int, rounds: int) -> dict[str, Any]:
+    model = layer_model()
+    found = random_calibration(model)
+    hidden = torch.randn(1, tokens, HIDDEN)
+    block = model.model.layers[0].mlp
+    policies = {"alone": POLICY, "with stand-ins": f"{POLICY},compensate=true"}
+    seconds: dict[str, list[float]] = {name: [] for name in policies}
+    with (
+        attach(
+            model,
+            POLICY,
+            DEVICES,
+            calibration=found,
+            token_valid=lambda *_: torch.ones(1, tokens) > 0,
+        ) as pace,
+        torch.inference_mode(),
+    ):
+        for turn in range(rounds + 1):
+            for name in shuffled(list(policies), turn):
+                pace.policy = policies[name]
+                start = time.thread_time()
+                block(hidden)
+                if turn:  # the first round touches memory and code
+                    seconds[name].append(time.thread_time() - start)
+        dropped = pace.stats().layers[0].dropped_share
+    return {
+        "tokens": tokens,
+        "dropped_share": dropped,
+        "seconds": seconds,
+        "with_over_alone": ratios(seconds["with stand-ins"], seconds["alone"]),
+    }
+
+
+def time_fit(experts: int) -> dict[str, Any]:
+    """Rows of so many experts, each with those that a mean expert of 64 gets."""
+    each = TOKENS * K // EXPERTS
+    weight = torch.randn(3, HIDDEN, WIDTH) / HIDDEN**0.5
+
+    def run(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        gate, up = x @ weight[0], x @ weight[1]
+        out: Tensor = (torch.nn.functional.silu(gate) * up) @ weight[2].T
+        return out
+
+    names = {expert: str(expert) for expert in range(experts)}
+    layer = LayerIdentity("layer", 1, experts, "router", names)
+    x = torch.randn(experts * each, 256) @ torch.randn(256, HIDDEN) / 16
+    x += 0.3 * torch.randn_like(x)
+    ids = torch.arange(experts).repeat(each).unsqueeze(1)
+    text = torch.arange(len(x)) * 4 // len(x)
+    device = torch.device("cpu")
+    metric = torch.rand(ids.shape)
+    seen = Seen(run, [x], [ids], [metric], torch.float32, device)
+    rows = Rows(seen, layer, text, text, torch.zeros_like(text))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start, ends = time.process_time(), []
+    fit_layer(rows, RANK, 4, None, lambda: ends.append(time.process_time()))
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    expert = (ends[-1] - ends[0]) / max(1, experts - 1) if experts > 1 else ends[-1] - start
+    ridge = (ends[0] - start - expert) / min(experts, RIDGE_EXPERTS)
+    layer_seconds = EXPERTS * expert + RIDGE_EXPERTS * ridge
+    return {
+        "rows_an_expert": each,
+        "experts_timed": experts,
+        "seconds_an_expert": expert,
+        "seconds_of_ridges_an_expert": ridge,
+        "seconds_a_layer": layer_seconds,
+        "hours_of_16_layers": 16 * layer_seconds / 3600,
+        "more_peak_memory_gib": used / 2**20,
+        "inputs_of_a_layer_gib": TOKENS * HIDDEN * 2 / 2**30,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--experts", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--only", choices=["layer", "fit"])
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    data: dict[str, Any] = {"schema": "paceline-compensation-cost/1", "threads": given.threads}
+    if given.only != "layer":
+        data["fit"] = time_fit(given.experts)
+        print(to_json(data["fit"]), flush=True)
+    if given.only != "fit":
+        data["layer"] = time_layer(given.tokens, given.rounds)
+        print(to_json(data["layer"]), flush=True)
+    if given.out is not None:
+        write_text(given.out, to_json({**data, **environment()}), private=False)
+
+
+if __name__ == "__main__":
+    main()
