@@ -189,14 +189,14 @@ def test_a_tie_goes_to_the_smaller_expert_however_the_sum_comes_about(backend: s
 
 
 def test_share_of_what_a_device_hosts() -> None:
-    """ceil(0.55 * 20) is 11, where floats say 12: the decimal that was written counts."""
-    ids = torch.arange(21).reshape(21, 1)
-    inputs = RoutingInputs(ids, torch.ones(21, 1), num_experts=21)
-    placement = ExpertPlacement.explicit([0] * 20 + [1])
-    a = route(inputs, CapacityPolicy(max_active=0.55, keep="weight"), placement)
-    assert a.active_after.tolist() == [11, 1]
-    b = route(inputs, CapacityPolicy(max_active=0.551, keep="weight"), placement)
-    assert b.active_after.tolist() == [12, 1]
+    """ceil(0.28 * 25) is 7, where floats say 8: the decimal that was written counts."""
+    ids = torch.arange(26).reshape(26, 1)
+    inputs = RoutingInputs(ids, torch.ones(26, 1), num_experts=26)
+    placement = ExpertPlacement.explicit([0] * 25 + [1])
+    a = route(inputs, CapacityPolicy(max_active=0.28, keep="weight"), placement)
+    assert a.active_after.tolist() == [7, 1]
+    b = route(inputs, CapacityPolicy(max_active=0.281, keep="weight"), placement)
+    assert b.active_after.tolist() == [8, 1]
 
 
 @pytest.mark.parametrize(
