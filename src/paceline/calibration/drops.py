@@ -43,8 +43,8 @@ def drop_weights(
 
     >>> ids = torch.tensor([[0], [0], [1], [0]])
     >>> pair, metric = ExpertPlacement.per_expert(2), torch.tensor([[0.9], [0.8], [0.7], [0.6]])
-    >>> drop_weights(ids, metric, [4], CAPS[:1], [pair]).flatten().tolist()
-    [0.05..., 0.05..., 0.05..., 1.04...]
+    >>> (100 * drop_weights(ids, metric, [4], CAPS[:1], [pair])).round().flatten().tolist()
+    [5.0, 5.0, 5.0, 105.0]
     """
     ways = [
         (cap.replace(mode="enforce", compensate=False, keep="score", min_expert_load=0), placement)
