@@ -244,8 +244,9 @@ def test_dropped_assignments_leave_their_stand_ins(model: Any, how: str) -> None
     left = torch.zeros_like(kept)
     for t, j in a.dropped_slots.nonzero().tolist():
         e = int(inputs.topk_ids[t, j])
-        inner = layer.down[e] @ (x[t] - layer.mean[e])
-        left[t] += inputs.topk_weights[t, j] * (layer.bias[e] + layer.up[e] @ inner)
+        inner = layer.down[e].float() @ (x[t] - layer.mean[e].float())
+        gives = layer.bias[e].float() + layer.up[e].float() @ inner
+        left[t] += inputs.topk_weights[t, j] * gives
     torch.testing.assert_close(out, kept + left, rtol=1e-4, atol=1e-5)
 
 

@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from paceline.engines.transformers import stand_in_kernels
+from paceline.engines import stand_in_kernels
 from paceline.routing.kernels import triton_kernels as kernels
 
 

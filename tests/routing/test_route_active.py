@@ -165,7 +165,7 @@ def test_dtypes_and_odd_weights(backend: str, dtype: torch.dtype, weights: torch
     """NaN counts nothing, infinity much; a wanted expert of negative sum beats an unwanted one."""
     nan, inf = float("nan"), float("inf")
     ids = torch.tensor([[0, 1], [2, 5], [3, 200], [4, 1]], dtype=dtype)
-    given_weights = torch.tensor([[nan, 0.25], [-0.5, inf], [-1.0, 1.0], [0.5, nan]])
+    given_weights = torch.tensor([[nan, 0.25], [-0.5, inf], [-1.0, 1.0], [0.5, 0.125]])
     inputs = RoutingInputs(ids, given_weights.to(weights), num_experts=8)
     policy = CapacityPolicy(max_active=1, keep="weight")
     placement = ExpertPlacement.explicit([0, 0, 1, 1, 2, 2, 1, 1])
@@ -189,14 +189,14 @@ def test_a_tie_goes_to_the_smaller_expert_however_the_sum_comes_about(backend: s
 
 
 def test_share_of_what_a_device_hosts() -> None:
-    """ceil(0.1 * 10) is 1: the decimal that was written counts."""
-    ids = torch.arange(11).reshape(11, 1)
-    inputs = RoutingInputs(ids, torch.ones(11, 1), num_experts=11)
-    placement = ExpertPlacement.explicit([0] * 10 + [1])
-    a = route(inputs, CapacityPolicy(max_active=0.1, keep="weight"), placement)
-    assert a.active_after.tolist() == [1, 1]
-    b = route(inputs, CapacityPolicy(max_active=0.11, keep="weight"), placement)
-    assert b.active_after.tolist() == [2, 1]
+    """ceil(0.28 * 25) is 7, where floats say 8: the decimal that was written counts."""
+    ids = torch.arange(26).reshape(26, 1)
+    inputs = RoutingInputs(ids, torch.ones(26, 1), num_experts=26)
+    placement = ExpertPlacement.explicit([0] * 25 + [1])
+    a = route(inputs, CapacityPolicy(max_active=0.28, keep="weight"), placement)
+    assert a.active_after.tolist() == [7, 1]
+    b = route(inputs, CapacityPolicy(max_active=0.281, keep="weight"), placement)
+    assert b.active_after.tolist() == [8, 1]
 
 
 @pytest.mark.parametrize(
