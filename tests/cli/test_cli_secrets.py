@@ -57,7 +57,7 @@ WORKS = {
     ),
     "calibrate": ("calibrate", "demo", *SMALL, "--rank", "1", "--out", "OUT"),
     "eval": (
-        "eval", "demo", *SMALL, "--compositions", "mixed", "--policy", "capacity_factor=1",
+        "eval", "demo", *SMALL, "--compositions", "one_text", "--policy", "capacity_factor=1",
         "--out", "OUT",
     ),
     "sweep": (
