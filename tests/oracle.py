@@ -81,7 +81,7 @@ def descending(x: float) -> tuple[int, float]:
 
 
 def route_oracle(inputs: Any, policy: Any, placement: Any = None) -> Expected:
-    """Route as SPEC.md says, one pair at a time. Shapes as in `RoutingInputs`."""
+    """Route as docs/method.md says, one pair at a time. Shapes as in `RoutingInputs`."""
     ids = inputs.topk_ids.tolist()
     weights = inputs.topk_weights.double().tolist()
     T, k = inputs.topk_ids.shape

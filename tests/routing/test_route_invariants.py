@@ -1,4 +1,4 @@
-"""What must hold of any routing call, said without the oracle (SPEC section 7 by number)."""
+"""What must hold of any routing call, said without the oracle, as docs/method.md has it."""
 
 from __future__ import annotations
 

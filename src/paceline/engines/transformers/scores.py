@@ -1,6 +1,6 @@
 """A router's scoring rule, found by looking at what it does with random rows.
 
-The gate score s[t, e] of SPEC is the model's own scoring function of the router's logits, before
+The gate score s[t, e] is the model's own scoring function of the router's logits, before
 top-k renormalisation and scaling. Whatever an architecture does afterwards, the weights of the
 experts it chose are proportional to their scores, token by token; so the rule is the one for which
 they are.
