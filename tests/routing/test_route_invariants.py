@@ -284,11 +284,16 @@ def test_an_expert_per_device_is_the_expert_unit(case: Case) -> None:
         case.policy.replace(unit="device"),
         ExpertPlacement.per_expert(E),
     )
+
+    def made(one: Case) -> dict[str, Any]:
+        """Active experts are counted by device, and these differ here."""
+        return {name: value for name, value in listed(run(one)).items() if name != "active"}
+
     by_expert = with_policy(case, unit="expert")
-    assert listed(run(by_device)) == listed(run(by_expert))
+    assert made(by_device) == made(by_expert)
     nowhere = Case(case.inputs, by_device.policy, None)
     if case.inputs.scores is not None or case.inputs.num_experts is not None:
-        assert listed(run(nowhere)) == listed(run(by_expert))
+        assert made(nowhere) == made(by_expert)
 
 
 @given(cases(keep="random", expansion=False), st.integers(0, 5))
