@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline import Assignment, CapacityPolicy, ExpertPlacement, RoutingInputs, route
+from paceline.routing import stats
 from paceline.routing.stats import LoadAccumulator
 
 READS = (
@@ -155,12 +156,31 @@ def test_a_second_call_copies_no_table_to_the_device(
         assert torch.equal(got, want)
 
 
+@given(cases())
+def test_a_host_counts_as_a_device_does(case: Case) -> None:
+    """Few calls on a CPU, operators that wait for nothing elsewhere: the same statistics."""
+    assignment, k = run(case), case.inputs.topk_ids.shape[1]
+    placement = case.placement or ExpertPlacement.per_expert(assignment.num_experts)
+    found = []
+    for host in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stats, "on_host", lambda assignment, host=host: host)
+            loads = LoadAccumulator("a layer", placement, k, "cpu")
+            for _ in range(2):
+                loads.add(assignment)
+            found.append(loads.result().to_dict())
+    for name, value in found[0].items():
+        near = isinstance(value, float)
+        assert found[1][name] == (pytest.approx(value, rel=1e-6, nan_ok=True) if near else value)
+
+
 def test_counting_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Statistics are read when asked for; until then the device never holds up the host."""
     policy = CapacityPolicy(capacity_factor=0.75, min_expert_load=0)
     placement = ExpertPlacement.contiguous(8, 4)
     loads = LoadAccumulator("a layer", placement, 2, "cpu")
     inputs = batch(24, 8, 2, 0)
+    monkeypatch.setattr(stats, "on_host", lambda assignment: False)
     loads.add(route(inputs, policy, placement))
     monkeypatch.setattr(torch, "tensor", None)
     with SyncCounter() as counter:

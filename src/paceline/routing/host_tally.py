@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from paceline.routing.assignment import Assignment
 from paceline.routing.capacity import INT64_MAX
@@ -30,6 +32,12 @@ class Tally(NamedTuple):
     after: Array
     counts: tuple[int, int, int, int, int, int, int]
     mass: tuple[float, float]
+
+
+def on_host(assignment: Assignment) -> bool:
+    """Whether a forward can be counted here: its tensors are plain ones on a CPU."""
+    ids = assignment.bounded_ids
+    return ids.device.type == "cpu" and type(ids) is Tensor and not torch.compiler.is_compiling()
 
 
 def tally(assignment: Assignment) -> Tally:
@@ -53,8 +61,8 @@ def tally(assignment: Assignment) -> Tally:
         alone = int(np.count_nonzero(lost))
     scores = chosen.weights if chosen.scores is None else chosen.scores
     mass = np.where(offered, scores.detach().float().numpy(), 0)
-    if np.isnan(mass.sum()):
-        mass = np.nan_to_num(mass, nan=0.0, posinf=np.inf, neginf=-np.inf)
+    if not np.isfinite(mass.sum()):
+        mass = np.nan_to_num(mass, nan=0.0)  # infinities become the largest number, as on a device
     whole = float(mass.sum(dtype=np.float64))
     left = whole if stay == asked else float(np.where(kept, mass, 0).sum(dtype=np.float64))
     tokens = int(assignment.pools.total)

@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.balance import straggler_loss
 from paceline.placement import ExpertPlacement
 from paceline.routing.assignment import Assignment, count_experts
-from paceline.routing.host_tally import Tally, tally
+from paceline.routing.host_tally import Tally, on_host, tally
 from paceline.routing.inputs import expert_ids
 
 _FLUSH_FORWARDS, _FLUSH_ROWS = 256, 1 << 16
@@ -159,8 +159,7 @@ class LoadAccumulator:
 
     def add(self, assignment: Assignment) -> None:
         """Count a forward that was routed (enforced or in shadow)."""
-        on_host = self._device.type == "cpu" and type(assignment.bounded_ids) is Tensor
-        if on_host and not torch.compiler.is_compiling():
+        if on_host(assignment):
             counted = tally(assignment)
             with self._lock:
                 self._tallied.append(counted)
