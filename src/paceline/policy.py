@@ -157,10 +157,12 @@ class CapacityPolicy(TextForms):
     @classmethod
     def _keep_allowed(cls, value: Any) -> Any:
         value = KEEP_ALIASES.get(value, value) if isinstance(value, str) else value
-        allowed = (*KEEPS, *registered_keeps())
+        registered = registered_keeps()
+        allowed = (*KEEPS, *registered)
         if not isinstance(value, str) or value not in allowed:
             aliases = ", ".join(KEEP_ALIASES)
-            raise ValueError(f"one of {', '.join(allowed)} (or an alias: {aliases})")
+            own = f"registered: {shortened(', '.join(registered))}; " if registered else ""
+            raise ValueError(f"one of {', '.join(KEEPS)} ({own}aliases: {aliases})")
         return value
 
     @field_validator("expand_limit", "max_experts", mode="after")
