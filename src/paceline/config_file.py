@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.text import shortened
+
 _MOST_BYTES = 1 << 24
 
 
@@ -27,7 +29,7 @@ def read_config(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{file} can't be read: {error.strerror}.") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} can't be read: {error}.") from None
+        raise ValueError(f"{file} can't be read: {shortened(str(error), 200)}.") from None
     if not isinstance(config, dict):
         raise ValueError(f"{file} holds no config: it is a JSON object.")
     return config

@@ -271,7 +271,7 @@ class Plan:
         except OSError as error:
             raise PlanError(f"{path} can't be read: {error.strerror}.") from None
         except (TypeError, ValueError) as error:  # no path at all, or one with a null byte
-            raise PlanError(f"{path!r} can't be read: {error}.") from None
+            raise PlanError(f"{path!r} can't be read: {shortened(str(error), 200)}.") from None
         return replace(cls.from_toml(text, str(path)), folder=Path(path).parent)
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import tomli_w
 from pydantic import BaseModel
 
+from paceline.text import shortened
+
 if sys.version_info >= (3, 11):
     from typing import Self
 
@@ -68,11 +70,13 @@ class TextForms(BaseModel):
             name, equals, value = (piece.strip() for piece in part.partition("="))
             if not equals or not value:
                 raise PolicyError(
-                    f"policy {text!r}: {part!r} is not of the form name=value, "
-                    'as in "capacity_factor=1.25,unit=device".'
+                    f"policy {shortened(repr(text), 120)}: {shortened(repr(part))} is not of the "
+                    'form name=value, as in "capacity_factor=1.25,unit=device".'
                 )
             if name in fields:
-                raise PolicyError(f"policy {text!r}: {name} is given twice.")
+                raise PolicyError(
+                    f"policy {shortened(repr(text), 120)}: {shortened(name)} is given twice."
+                )
             fields[name] = None if value.lower() == "none" else value
         return cls(**fields)
 
@@ -104,7 +108,7 @@ class TextForms(BaseModel):
         try:
             fields = json.loads(text)
         except (json.JSONDecodeError, RecursionError) as error:
-            raise PolicyError(f"policy is not JSON: {error}.") from None
+            raise PolicyError(f"policy is not JSON: {shortened(str(error), 200)}.") from None
         return cls._from_mapping(fields)
 
     def to_toml(self) -> str:
@@ -132,13 +136,13 @@ class TextForms(BaseModel):
         try:
             fields = tomllib.loads(text)
         except (tomllib.TOMLDecodeError, RecursionError) as error:
-            raise PolicyError(f"policy is not TOML: {error}.") from None
+            raise PolicyError(f"policy is not TOML: {shortened(str(error), 200)}.") from None
         return cls._from_mapping(fields)
 
     @classmethod
     def _from_mapping(cls, fields: Any) -> Self:
         if not isinstance(fields, dict):
-            raise PolicyError(f"policy {fields!r} is not a table of fields.")
+            raise PolicyError(f"policy {shortened(repr(fields))} is not a table of fields.")
         return cls(**fields)
 
 

@@ -21,9 +21,11 @@ from safetensors.torch import load_file, save_file
 from paceline.traces import Trace, TraceError, TraceWriter, open_trace, sample, save_trace
 from paceline.traces import trace as trace_module
 from paceline.traces import writer as writer_module
-from paceline.traces.chunk import joined
+from paceline.traces.chunk import Chunk, joined
+from paceline.traces.format import Header, Layer, parse_header
 from paceline.traces.importers import choices
 from paceline.traces.loads import trace_loads
+from paceline.traces.tables import load_tables
 
 
 def assert_same(one: Trace, other: Trace) -> None:
@@ -338,3 +340,20 @@ def test_counts_cant_be_cut_into_other_batches() -> None:
         count_trace().regrouped(16)
     with pytest.raises(ValueError, match="tokens=0"):
         sample("esft_v2lite_law").regrouped(0)
+
+
+def test_a_small_file_takes_little_memory(tmp_path: Path) -> None:
+    """Tables of loads are as large as layers times experts times batches: both are bounded."""
+    header = Header(
+        content="choices",
+        layers=tuple(Layer(name=f"layer {i}", experts=1 << 20, k=1) for i in range(5)),
+    )
+    with pytest.raises(TraceError, match="5 layers of up to 1048576 experts"):
+        parse_header(json.loads(header.model_dump_json()), "trace.json")
+    ids = torch.zeros(1, 600, 1, dtype=torch.int32)
+    many = Chunk(starts=torch.arange(601), ids=ids)
+    wide = header.model_copy(update={"layers": header.layers[:1]})
+    tables = load_tables(Trace(wide, (many,)))
+    assert max(next(tables).counts.size for _ in range(3)) <= 1 << 26
+    narrow = wide.model_copy(update={"layers": (Layer(name="layer 0", experts=9, k=1),)})
+    assert sum(table.counts.sum() for table in load_tables(Trace(narrow, (many,)))) == 600

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from paceline.checkpoint.expert_tensors import ExpertLayer, Shapes, find_expert_layers
 from paceline.config_file import find, groups_of, read_config
+from paceline.text import shortened
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
                         raise ValueError(f"{file} holds {name}, which another shard holds too.")
                     shapes[name] = tuple(stored.get_slice(name).get_shape())
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"{file} is no safetensors file: {error}.") from None
+            raise ValueError(
+                f"{file} is no safetensors file: {shortened(str(error), 200)}."
+            ) from None
     if not shards:
         raise ValueError(f"{folder} has no .safetensors files: weights in other forms are refused.")
     return Checkpoint(folder, config, shards, shapes)

@@ -31,6 +31,8 @@ UNKNOWN = 255
 MAX_HEADER_BYTES = 1 << 24
 MAX_CHUNK_BYTES = 1 << 32
 MAX_LAYERS, MAX_EXPERTS = 4096, 1 << 20
+MAX_CELLS = 1 << 22
+"""Layers times experts: what the loads of a single batch may take."""
 
 Content = Literal["counts", "shares", "choices", "scores"]
 """What a trace holds: assignments an expert; shares of them without totals; each token's experts
@@ -125,7 +127,7 @@ def read_header(folder: Path) -> Header:
     try:
         fields = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise TraceError(f"{path} is not JSON: {error}.") from None
+        raise TraceError(f"{path} is not JSON: {shortened(str(error), 200)}.") from None
     return parse_header(fields, str(path))
 
 
@@ -143,13 +145,19 @@ def parse_header(fields: Any, where: str) -> Header:
             f"{VERSION}."
         )
     try:
-        return Header.model_validate_json(json.dumps(fields))
+        header = Header.model_validate_json(json.dumps(fields))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"])) or "header"
         raise TraceError(
             f"{where}: {field}={seen(first['input'])} is not allowed: {first['msg']}."
         ) from None
+    if len(header.layers) * header.experts > MAX_CELLS:
+        raise TraceError(
+            f"{where}: {len(header.layers)} layers of up to {header.experts} experts are not "
+            f"allowed: their product is at most {MAX_CELLS}."
+        )
+    return header
 
 
 def read_bounded(path: Path, limit: int) -> bytes:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from paceline.text import shortened
 from paceline.traces.chunk import FACTS, PER_CHOICE, Chunk
 from paceline.traces.format import (
     CHUNK_KEY,
@@ -122,7 +123,7 @@ def _tensors(path: Path, identity: str, number: int) -> dict[str, Tensor]:
     except OSError as error:
         raise TraceError(f"{path} can't be read: {error.strerror or error}.") from None
     except SafetensorError as error:
-        raise TraceError(f"{path} is no safetensors file: {error}.") from None
+        raise TraceError(f"{path} is no safetensors file: {shortened(str(error), 200)}.") from None
 
 
 class _Check:

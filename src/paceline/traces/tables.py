@@ -18,6 +18,10 @@ Group = tuple[str, str]
 """Names of a phase and a modality; "unknown" where it wasn't recorded."""
 
 
+_MOST_CELLS = 1 << 26
+"""Cells of a table: a small file may name many batches, layers and experts."""
+
+
 @dataclass(frozen=True, eq=False)
 class LoadTable:
     """Loads of some batches.
@@ -42,11 +46,14 @@ def load_tables(trace: Trace) -> Iterator[LoadTable]:
     >>> [table.counts.shape for table in load_tables(sample("gpt_oss_20b_decode"))]
     [(64, 6, 32)]
     """
+    header = trace.header
+    at_once = max(1, _MOST_CELLS // (len(header.layers) * header.experts))
     for chunk in trace.chunks:
-        if chunk.ids is not None:
-            yield _of_choices(chunk, trace.header)
-        else:
-            yield _of_counts(chunk, trace.header)
+        if chunk.ids is None:
+            yield _of_counts(chunk, header)
+            continue
+        for first in range(0, chunk.batches, at_once):
+            yield _of_choices(chunk.part(first, min(first + at_once, chunk.batches)), header)
 
 
 def _of_choices(chunk: Chunk, header: Header) -> LoadTable:

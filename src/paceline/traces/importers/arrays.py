@@ -13,6 +13,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
+from paceline.text import shortened
 from paceline.traces.format import TraceError
 
 MAGIC = b"\x93NUMPY"
@@ -85,7 +86,9 @@ def read_npz(path: Path) -> dict[str, npt.NDArray[Any]]:
     except ZIP_FAULTS as error:
         if isinstance(error, TraceError):
             raise
-        raise TraceError(f"{path} is no zip file that can be read: {error}.") from None
+        raise TraceError(
+            f"{path} is no zip file that can be read: {shortened(str(error), 200)}."
+        ) from None
 
 
 def check_zip(members: list[zipfile.ZipInfo], where: str, limit: int = MAX_ARRAY_BYTES) -> None:

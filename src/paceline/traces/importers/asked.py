@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.text import shortened
 from paceline.traces.format import MAX_EXPERTS, MAX_LAYERS, TraceError, read_bounded, seen
 
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
@@ -64,7 +65,7 @@ class Asked:
         except (ValueError, RecursionError) as error:
             if isinstance(error, TraceError):
                 raise
-            raise TraceError(f"{path} is not JSON: {error}.") from None
+            raise TraceError(f"{path} is not JSON: {shortened(str(error), 200)}.") from None
         if not isinstance(config, dict):
             raise TraceError(f"{path} is no model's config: expected is a JSON object.")
         inner = config.get("text_config")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from paceline.text import shortened
 from paceline.traces.format import MAX_HEADER_BYTES, TraceError, read_bounded, seen
 from paceline.traces.importers.asked import Asked
 from paceline.traces.importers.counts import from_counts, layer_names
@@ -60,7 +61,9 @@ def read_statistic(folder: Path, asked: Asked) -> Trace:
                     counts = stored.get_tensor(key)
                     total[place] = total.get(place, 0) + counts
         except SafetensorError as error:
-            raise TraceError(f"{path} is no safetensors file: {error}.") from None
+            raise TraceError(
+                f"{path} is no safetensors file: {shortened(str(error), 200)}."
+            ) from None
     iterations = sorted({iteration for iteration, _ in total})
     layers = sorted({layer for _, layer in total})
     if not total or len(iterations) * len(layers) * experts > _MAX_TABLE:
