@@ -18,7 +18,7 @@ Group = tuple[str, str]
 """Names of a phase and a modality; "unknown" where it wasn't recorded."""
 
 
-_MOST_CELLS = 1 << 26
+_MOST_CELLS = 1 << 23
 """Cells of a table: a small file may name many batches, layers and experts."""
 
 
