@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline import CapacityPolicy, attach
-from paceline.batches import Batch, cut, separate
+from paceline.batches import Batch, separate
 from paceline.calibration.file import Calibration
 from paceline.cli.progress import progress
-from paceline.demo.assets import CALIBRATION_FOLDER, domains, load_model, read_text
+from paceline.demo.assets import CALIBRATION_FOLDER, load_model
 from paceline.demo.plan import DEVICES
-from paceline.demo.study import balance, drops, flat, run_policy
+from paceline.demo.study import balance, drops, flat, held_out, run_policy
 from paceline.environment import environment
 from paceline.evaluation.perplexity import Losses, as_dict, change
 from paceline.files import to_json, write_text
@@ -48,16 +48,7 @@ def main() -> None:
     given = parser.parse_args()
     model, tokenizer = load_model()
     found = [Calibration.load(folder) for folder in given.calibration or [CALIBRATION_FOLDER]]
-    parts = [
-        cut(
-            name,
-            tokenizer(read_text(name), add_special_tokens=False, verbose=False)["input_ids"],
-            256,
-            limit=given.sequences,
-        )
-        for name in domains()
-    ]
-    batches = separate(parts, 16)
+    batches = separate(held_out(tokenizer, 256, given.sequences), 16)
     with progress() as tell:
         judge = _Judge(model, batches, (1 + len(found) * len(ROWS)) * len(batches), tell)
         results = [judge.of(one) for one in found]

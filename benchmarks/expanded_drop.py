@@ -11,11 +11,11 @@ import argparse
 from pathlib import Path
 
 from paceline import CapacityPolicy, attach
-from paceline.batches import cut, separate
+from paceline.batches import separate
 from paceline.cli.progress import progress
-from paceline.demo.assets import domains, load_model, read_text
+from paceline.demo.assets import load_model
 from paceline.demo.plan import DEVICES
-from paceline.demo.study import balance, drops, flat, run_policy
+from paceline.demo.study import balance, drops, flat, held_out, run_policy
 from paceline.environment import environment
 from paceline.evaluation.perplexity import as_dict, change
 from paceline.files import to_json, write_text
@@ -46,16 +46,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=16, help="of 256 tokens, of each text")
     given = parser.parse_args()
     model, tokenizer = load_model()
-    parts = [
-        cut(
-            name,
-            tokenizer(read_text(name), add_special_tokens=False, verbose=False)["input_ids"],
-            256,
-            limit=given.sequences,
-        )
-        for name in domains()
-    ]
-    batches = separate(parts, 16)
+    batches = separate(held_out(tokenizer, 256, given.sequences), 16)
     rows, done = [], 0
     total = (1 + len(POLICIES)) * len(batches)
     with progress() as tell, attach(model, None, DEVICES, token_source="sequence") as pace:

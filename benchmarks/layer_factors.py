@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline import CapacityPolicy, attach
-from paceline.batches import cut, separate
+from paceline.batches import separate
 from paceline.cli.progress import progress
-from paceline.demo.assets import domains, load_calibration, load_model, read_text
+from paceline.demo.assets import load_calibration, load_model
 from paceline.demo.plan import DEVICES
-from paceline.demo.study import drops, flat, run_policy
+from paceline.demo.study import drops, flat, held_out, run_policy
 from paceline.environment import environment
 from paceline.evaluation.perplexity import as_dict, change
 from paceline.files import to_json, write_text
@@ -47,16 +47,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=16, help="of 256 tokens, of each text")
     given = parser.parse_args()
     model, tokenizer = load_model()
-    parts = [
-        cut(
-            name,
-            tokenizer(read_text(name), add_special_tokens=False, verbose=False)["input_ids"],
-            256,
-            limit=given.sequences,
-        )
-        for name in domains()
-    ]
-    batches = separate(parts, 16)
+    batches = separate(held_out(tokenizer, 256, given.sequences), 16)
     layers, done = model.config.num_hidden_layers, 0
     total = (1 + layers + 6) * len(batches)
     calibration = load_calibration()

@@ -8,12 +8,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from paceline.batches import Batch, cut, mixed, separate, tokens_by_source
+from paceline.batches import Batch, mixed, separate, tokens_by_source
 from paceline.calibration.file import Calibration
-from paceline.demo.assets import domains, load_calibration, load_model, read_text
+from paceline.demo.assets import load_calibration, load_model
 from paceline.demo.plan import BASELINE, DEVICES, KINDS, Plan
 from paceline.demo.results import describe, example, policies, stragglers
-from paceline.demo.study import PolicyRun, run_policy
+from paceline.demo.study import PolicyRun, held_out, run_policy
 from paceline.demo.wording import findings
 from paceline.progress import Progress
 
@@ -149,15 +149,7 @@ def _sources(batch: Batch) -> dict[str, None]:
 
 def _batches(tokenizer: Any, plan: Plan) -> tuple[dict[str, list[Batch]], Mapping[str, int]]:
     """One-domain and mixed batches of the very same sequences, and tokens of each text."""
-    parts = [
-        cut(
-            domain,
-            tokenizer(read_text(domain), add_special_tokens=False, verbose=False)["input_ids"],
-            plan.length,
-            limit=plan.sequences,
-        )
-        for domain in domains()[: plan.max_domains]
-    ]
+    parts = held_out(tokenizer, plan.length, plan.sequences, plan.max_domains)
     batches = {
         "one_domain": separate(parts, plan.sequences),
         "mixed": mixed(parts, plan.sequences),

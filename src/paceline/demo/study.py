@@ -8,7 +8,8 @@ from typing import Any
 
 from paceline.analysis.loads import add_loads, combine_peaks
 from paceline.balance import straggler_loss
-from paceline.batches import Batch
+from paceline.batches import Batch, Sequences, cut
+from paceline.demo.assets import domains, read_text
 from paceline.evaluation.perplexity import Losses, batch_losses
 
 LayerDict = Mapping[str, Any]
@@ -32,6 +33,21 @@ class PolicyRun:
         self.losses.add(batch, losses)
         self.layers.append(layers)
         self.sources.append(tuple(dict.fromkeys(batch.sources)))
+
+
+def held_out(
+    tokenizer: Any, length: int, limit: int, max_domains: int | None = None
+) -> list[Sequences]:
+    """The first sequences of each held-out text, at most `limit`, of `length` tokens each."""
+    return [
+        cut(
+            domain,
+            tokenizer(read_text(domain), add_special_tokens=False, verbose=False)["input_ids"],
+            length,
+            limit=limit,
+        )
+        for domain in domains()[:max_domains]
+    ]
 
 
 def run_policy(
