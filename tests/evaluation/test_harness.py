@@ -16,7 +16,9 @@ from lm_eval.api.instance import Instance
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from typer.testing import CliRunner
 
+from paceline.cli.app import app
 from paceline.demo.assets import MODEL_FOLDER, TASK_FOLDER
 from paceline.engines.facts import Facts
 from paceline.evaluation.harness import PacelineLM
@@ -164,9 +166,14 @@ def test_bad_options_are_one_sentence(demo: tuple[Any, Any], tmp_path: Path) -> 
     lm.pace.detach()
 
 
-def test_the_harness_command_takes_it_where_a_task_is_named_by_its_path(tmp_path: Path) -> None:
+def test_the_harness_own_command_takes_it_with_any_task(tmp_path: Path) -> None:
+    """It must be told by a file: nothing of the task itself names Paceline."""
     arguments = 'pretrained=demo,devices=8,policy="capacity_factor=1,unit=expert"'
-    task = str(TASK_FOLDER / "continuation.yaml")
+    told = CliRunner().invoke(app, ["lm-eval", "path"]).stdout.strip()
+    for name in ("continuation.yaml", "continuation.jsonl", "utils.py"):
+        text = (TASK_FOLDER / name).read_text(encoding="utf-8")
+        text = text.replace("import paceline.evaluation.harness", "")
+        (tmp_path / name).write_text(text, encoding="utf-8")
     ran = subprocess.run(
         [
             sys.executable,
@@ -177,7 +184,9 @@ def test_the_harness_command_takes_it_where_a_task_is_named_by_its_path(tmp_path
             "--model_args",
             arguments,
             "--tasks",
-            task,
+            f"{told},paceline_continuation",
+            "--include_path",
+            str(tmp_path),
             "--limit",
             "4",
             "--batch_size",
@@ -185,7 +194,7 @@ def test_the_harness_command_takes_it_where_a_task_is_named_by_its_path(tmp_path
             "--device",
             "cpu",
             "--output_path",
-            str(tmp_path),
+            str(tmp_path / "out"),
         ],
         capture_output=True,
         text=True,
@@ -193,5 +202,5 @@ def test_the_harness_command_takes_it_where_a_task_is_named_by_its_path(tmp_path
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert "paceline_continuation" in ran.stdout
-    (written,) = tmp_path.rglob("results*.json")
+    (written,) = (tmp_path / "out").rglob("results*.json")
     assert '"policy": "capacity_factor=1.0,unit=expert"' in written.read_text()

@@ -166,7 +166,7 @@ class Compensation:
         if out.dtype is exact:
             rows, at, total = None, tokens, out.clone()
         else:  # added up exactly, and rounded once
-            rows, at = tokens.unique(return_inverse=True)
+            rows, at = torch.unique(tokens, return_inverse=True)
             total = out[rows].to(exact)
         parts = zip(some, inner, share, torch.split(at, sizes), strict=True)
         for expert, own, each, where in parts:
