@@ -160,6 +160,10 @@ def test_bad_options_are_one_sentence(demo: tuple[Any, Any], tmp_path: Path) -> 
     lm = PacelineLM(model, plan=str(plan), tokenizer=tokenizer)
     assert lm.pace.placement is not None
     assert lm.pace.placement.num_devices == 4
+    lm.pace.detach()
+    filling = "capacity_factor=1,compensate=true"
+    lm = PacelineLM(model, policy=filling, calibration="demo", tokenizer=tokenizer)
+    assert str(lm.pace.policy) == "capacity_factor=1.0,compensate=true"
     long = [("a prompt", {"until": ["\n"], "max_gen_toks": 512})]
     with pytest.raises(ValueError, match="asks for 512 new tokens: allowed are fewer than the 512"):
         lm.generate_until(_requests("generate_until", long))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,6 +18,23 @@ class DTypeName(str, Enum):
     float16 = "float16"
 
 
+class ContentName(str, Enum):
+    """Choices of what a trace of a model holds."""
+
+    counts = "counts"
+    choices = "choices"
+    scores = "scores"
+
+
+def calibration_folder(name: str) -> Path:
+    """The folder of a calibration; `demo` is the one that comes with the demo model."""
+    if name != "demo":
+        return Path(name)
+    from paceline.demo.assets import CALIBRATION_FOLDER
+
+    return CALIBRATION_FOLDER
+
+
 ModelName = Annotated[str, typer.Argument(help="Model folder, hub name, or: demo.")]
 Text = Annotated[
     list[str] | None,
@@ -27,6 +45,18 @@ BatchSize = Annotated[int, typer.Option(help="Sequences a batch.")]
 SequenceLength = Annotated[int, typer.Option(help="Of texts: tokens a sequence.")]
 Mix = Annotated[
     bool, typer.Option("--mix", help="Mix the texts in every batch, not one text a batch.")
+]
+CalibrationFolder = Annotated[
+    Path | None,
+    typer.Option(
+        parser=calibration_folder,
+        metavar="FOLDER",
+        help="Made by paceline calibrate, or: demo. For policies with compensate=true.",
+    ),
+]
+Content = Annotated[
+    ContentName,
+    typer.Option(help="counts reveal little; choices and scores, token by token, reveal text."),
 ]
 DType = Annotated[DTypeName, typer.Option(help="auto: float32 on a CPU, the model's own on CUDA.")]
 TrustRemoteCode = Annotated[

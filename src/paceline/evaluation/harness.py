@@ -52,7 +52,7 @@ class PacelineLM(HFLM):  # type: ignore[misc]
         plan: file with policies, placements and calibration.
         placement: expert -> device, as `attach` takes it.
         devices: that share the experts in order; instead of a placement.
-        calibration: folder of one, for compensate=true.
+        calibration: folder of one, or "demo", for compensate=true.
         hf: every other argument of the harness's `hf`.
 
     Attributes:
@@ -79,6 +79,10 @@ class PacelineLM(HFLM):  # type: ignore[misc]
             from paceline.demo.assets import MODEL_FOLDER
 
             pretrained = str(MODEL_FOLDER)
+        if isinstance(calibration, str) and calibration == DEMO:
+            from paceline.demo.assets import CALIBRATION_FOLDER
+
+            calibration = CALIBRATION_FOLDER
         read = Plan.load(plan) if isinstance(plan, str) else plan
         if devices is not None and (placement is not None or (read and read.placements)):
             raise ValueError(f"devices={devices} and a placement both place the experts: give one.")
