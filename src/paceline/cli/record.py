@@ -136,7 +136,7 @@ def _run(model: Any, batch: Any, max_new_tokens: int | None) -> None:
     """Read a batch of ids, or answer a batch of prompts."""
     import torch
 
-    with torch.inference_mode():
+    with torch.no_grad():
         if max_new_tokens is None:
             # loads need no logits: where the model can leave them out, that saves a large buffer
             spare = "logits_to_keep" in inspect.signature(model.forward).parameters

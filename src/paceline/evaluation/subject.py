@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from paceline.calibration.file import Calibration
+from paceline.calibration.identity import plain
 from paceline.engines.settings import PoliciesLike
 from paceline.evaluation.store import Store, digest
 from paceline.evaluation.tally import Tally
@@ -74,7 +75,8 @@ class Subject:
         Of every weight, up to SAMPLED values spread over it are looked at.
         """
         seen = hashlib.sha256()
-        for name, weight in self.model.state_dict().items():
+        weights = self.model.state_dict().items()
+        for name, weight in (part for own, whole in weights for part in plain(own, whole)):
             seen.update(f"{name} {list(weight.shape)} {weight.dtype} {weight.device.type}".encode())
             if weight.device.type != "meta" and weight.numel():
                 step = max(1, weight.numel() // SAMPLED)
