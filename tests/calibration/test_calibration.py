@@ -129,6 +129,32 @@ def test_stand_ins_loads_and_norms_are_those_of_the_rows_routed(
     assert some
 
 
+def test_zero_experts_are_none_to_learn() -> None:
+    """LongCat's router names experts beyond the others, which give their input; its loop over
+    experts can't run rows of one slot."""
+    model = model_of("longcat_flash")
+    result = calibrate(model, Letters(), TEXTS, rank=4, sampling=SAMPLING)
+    some = 0
+    for layer in result.layers:
+        hidden, ids, _ = rows_of_layer(model, layer.name)
+        weights = weights_of_layer(model, layer.name)
+        experts = model.get_submodule(layer.name).experts
+        count = experts.num_routed_experts
+        assert (ids >= count).any()
+        assert layer.loads.shape == (3, count)
+        for expert in range(count):
+            x, weight = hidden[(ids == expert).any(1)], weights[ids == expert]
+            assert int(layer.loads[:, expert].sum()) == len(x)
+            if len(x):
+                with torch.no_grad():
+                    gate, up = (x @ experts.gate_up_proj[expert].T).chunk(2, dim=1)
+                    y = (torch.nn.functional.silu(gate) * up) @ experts.down_proj[expert].T
+                norm = float(y.norm(dim=1) @ weight / weight.sum())
+                assert float(layer.output_norm[expert]) == pytest.approx(norm, rel=1e-4)
+                some += 1
+    assert some
+
+
 def test_it_is_read_as_it_was_written_by_its_owner_alone(
     found: tuple[Any, Calibration], tmp_path: Path
 ) -> None:

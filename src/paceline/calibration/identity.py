@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _DIGITS = 16  # hexadecimal, of a SHA-256: by chance two are alike once in 2^64
 
@@ -66,11 +65,11 @@ def plain(name: str, t: Tensor) -> Iterator[tuple[str, Tensor]]:
     ['weight']
     """
     t = _local(t)
-    if not is_traceable_wrapper_subclass(t):
+    flatten = getattr(t, "__tensor_flatten__", None)
+    if flatten is None:
         yield name, t
         return
-    inside, _ = t.__tensor_flatten__()
-    for attribute in inside:
+    for attribute in flatten()[0]:
         yield from plain(f"{name}.{attribute}", getattr(t, attribute))
 
 

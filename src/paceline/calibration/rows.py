@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.calibration.identity import LayerIdentity
 
@@ -82,6 +82,7 @@ class Rows:
         self._seen, self._hidden, self.ids = seen, hidden, ids
         self.layer, self.text, self._part = layer, text, part
         self.hidden = hidden.shape[1]
+        self._zero_experts = bool((ids >= layer.num_experts).any())
 
     def of(self, expert: int) -> ExpertRows:
         """Those that were routed to an expert."""
@@ -97,6 +98,9 @@ class Rows:
         seen = self._seen
         with torch.no_grad():
             ids = torch.full((len(x), 1), expert, dtype=torch.int64, device=seen.device)
-            ones = torch.ones((len(x), 1), dtype=seen.weight, device=seen.device)
-            out: Tensor = seen.run(x.to(seen.device), ids, ones)
+            weights = torch.ones((len(x), 1), dtype=seen.weight, device=seen.device)
+            if self._zero_experts:  # LongCat's loop needs two slots: a zero expert takes one
+                ids = nn.functional.pad(ids, (0, 1), value=self.layer.num_experts)
+                weights = nn.functional.pad(weights, (0, 1))
+            out: Tensor = seen.run(x.to(seen.device), ids, weights)
         return out.reshape(x.shape).cpu()
