@@ -10,8 +10,8 @@ import tiny_models
 import torch
 from helpers import fingerprint, model_of, output
 
-from paceline.engines.facts import Facts
 from paceline.engines.transformers import attach
+from paceline.facts import Facts
 from paceline.policy import CapacityPolicy
 
 CAP = CapacityPolicy(capacity_factor=1.0, min_expert_load=0)

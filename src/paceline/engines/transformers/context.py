@@ -12,7 +12,6 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from paceline.engines.facts import Facts
 from paceline.engines.transformers.arguments import (
     cache_of,
     cached_tokens,
@@ -24,6 +23,7 @@ from paceline.engines.transformers.arguments import (
 from paceline.engines.transformers.generation import Generation
 from paceline.engines.transformers.labels import NO_LABELS, UserLabels
 from paceline.engines.transformers.modality import modality_of, told_apart, tower_modality
+from paceline.facts import Facts
 
 _T = TypeVar("_T")
 

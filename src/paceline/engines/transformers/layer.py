@@ -11,10 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from paceline.calibration.identity import LayerIdentity, of_experts, of_router
-from paceline.calibration.layer import LayerCalibration
-from paceline.engines.compensation import Compensation
-from paceline.engines.facts import Facts
 from paceline.engines.transformers.context import ForwardContext
 from paceline.engines.transformers.execution import Execution
 from paceline.engines.transformers.forwards import (
@@ -30,11 +26,15 @@ from paceline.engines.transformers.probe import Probe
 from paceline.engines.transformers.rules import LayerRule, layer_rule
 from paceline.engines.transformers.running import Running
 from paceline.engines.transformers.scores import Scoring, find_scoring
+from paceline.facts import Facts
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import Assignment, RoutingInputs, route
 from paceline.routing.priority import token_priorities
 from paceline.routing.stats import LoadAccumulator
+from paceline.stand_ins.compensation import Compensation
+from paceline.stand_ins.identity import LayerIdentity, of_experts, of_router
+from paceline.stand_ins.layer import LayerCalibration
 
 RunExperts: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(hidden [..., hidden], ids [tokens, slots], weights [tokens, slots]) -> [..., hidden]; an id
