@@ -9,8 +9,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from paceline.stand_ins import kernels
 from paceline.routing.kernels import triton_kernels as kernels
+from paceline.stand_ins import kernels as stand_in_kernels
 
 
 def build(kernel: Any, types: list[str], constants: dict[str, Any], warps: int = 4) -> None:
@@ -43,8 +43,8 @@ def main() -> None:
     sizes = {"OWN": 64, "RANK": 16, "ROWS": 32, "STEP": 64}
     for x in ("*fp32", "*bf16", "*fp16"):
         where = ["*i64", "*i32", "*i32", "*fp32", *["i32"] * 4]
-        build(kernels.inner, [x, x, "*fp32", *where], sizes)
-        build(kernels.outer, [x, "*fp32", x, x, *where], sizes)
+        build(stand_in_kernels.inner, [x, x, "*fp32", *where], sizes)
+        build(stand_in_kernels.outer, [x, "*fp32", x, x, *where], sizes)
     for weight, some in itertools.product(("*bf16", "*fp16", "*fp32", "*fp64"), (False, True)):
         types = ["*i64", weight, "*u8", "*i64", "*i64", "*i64", "*i64", "*u8", *["i32"] * 6, "fp32"]
         for most in (2, 512):

@@ -24,8 +24,9 @@ from paceline.policy import CapacityPolicy
 from paceline.routing import Assignment, RoutingInputs, route
 from paceline.routing.active import rows_spared
 from paceline.routing.capacity import tokens_needed
+from paceline.routing.layer_stats import LayerStats
 from paceline.routing.priority import token_priorities
-from paceline.routing.stats import LayerStats, LoadAccumulator
+from paceline.routing.stats import LoadAccumulator
 
 DROPPED = -1
 """The id of a dropped slot."""

@@ -22,7 +22,7 @@ from paceline.engines.vllm.stand_ins import calibration_folder, stand_ins_of
 from paceline.facts import NO_FACTS, Facts
 from paceline.policy import CapacityPolicy
 from paceline.routing import RoutingInputs, route
-from paceline.routing.stats import LayerStats
+from paceline.routing.layer_stats import LayerStats
 
 logger = logging.getLogger("vllm.paceline")
 
