@@ -205,6 +205,29 @@ def test_a_stand_in_that_overflows_harms_no_other() -> None:
     torch.testing.assert_close(got, compensation(out, x, ids, torch.ones(2, 2), dropped))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_it_is_given_stays_as_it_was_and_has_a_gradient(dtype: torch.dtype) -> None:
+    """Some ask for the gradients of a model's inputs, or keep what its experts gave."""
+    rng = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=rng).to(dtype).requires_grad_()
+
+    given = out, x, weights = random(9, 32), random(9, 32), random(9, 2)
+    ids, dropped = torch.arange(18).view(9, 2) % 8, torch.arange(18).view(9, 2) % 3 == 0
+    compensation, found = Compensation(LAYER, None, x[:0].detach()), []
+    before = [t.detach().clone() for t in given]
+    for compiling in (False, True):
+        with patch("torch.compiler.is_compiling", return_value=compiling):
+            got = compensation(out, x, ids, weights, dropped)
+        found.append(torch.autograd.grad(got.float().square().sum(), given))
+    for t, same in zip(given, before, strict=True):
+        assert torch.equal(t, same)
+    near = 1e-4 if dtype is torch.float32 else 0.1
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=near, atol=near * float(other.abs().max()))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_it_follows_the_dtype_of_the_model(dtype: torch.dtype) -> None:
     model, given = copy.deepcopy(model_of(MIXTRAL)), tiny_models.inputs()

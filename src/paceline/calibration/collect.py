@@ -172,7 +172,7 @@ def _parts(batches: Sequence[Batch], texts: list[str]) -> tuple[Tensor, Tensor]:
 
 
 def _run(model: Any, batch: Batch) -> None:
-    with torch.inference_mode():
+    with torch.no_grad():
         given = {"input_ids": batch.ids, **batch.given}
         model(**{name: value.to(model.device) for name, value in given.items()}, use_cache=False)
 

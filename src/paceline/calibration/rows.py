@@ -95,7 +95,7 @@ class Rows:
         if len(x) == 0:
             return x
         seen = self._seen
-        with torch.inference_mode():
+        with torch.no_grad():
             ids = torch.full((len(x), 1), expert, dtype=torch.int64, device=seen.device)
             ones = torch.ones((len(x), 1), dtype=seen.weight, device=seen.device)
             out: Tensor = seen.run(x.to(seen.device), ids, ones)

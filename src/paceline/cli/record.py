@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,29 +11,19 @@ import typer
 
 from paceline.cli import model_options
 from paceline.cli.errors import guarded
-
-
-class ContentName(str, Enum):
-    """Choices of --content."""
-
-    counts = "counts"
-    choices = "choices"
-    scores = "scores"
+from paceline.cli.trace_options import NewTrace
 
 
 @guarded
 def record(
     model: model_options.ModelName,
-    out: Annotated[Path, typer.Option(help="Folder for the trace, to be made.")],
+    out: NewTrace,
     text: model_options.Text = None,
     prompts: Annotated[
         Path | None,
         typer.Option(help="File of prompts to answer: one a line, or JSON lines with a prompt."),
     ] = None,
-    content: Annotated[
-        ContentName,
-        typer.Option(help="counts reveal little; choices and scores, token by token, reveal text."),
-    ] = ContentName.counts,
+    content: model_options.Content = model_options.ContentName.counts,
     tokens: model_options.Tokens = 16384,
     batch_size: model_options.BatchSize = 16,
     sequence_length: model_options.SequenceLength = 256,
@@ -147,7 +136,7 @@ def _run(model: Any, batch: Any, max_new_tokens: int | None) -> None:
     """Read a batch of ids, or answer a batch of prompts."""
     import torch
 
-    with torch.inference_mode():
+    with torch.no_grad():
         if max_new_tokens is None:
             # loads need no logits: where the model can leave them out, that saves a large buffer
             spare = "logits_to_keep" in inspect.signature(model.forward).parameters

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from paceline.shipped import CALIBRATION_FOLDER, MODEL_FOLDER, SWEEP_FILE, TEXT_FOLDER
 
 if TYPE_CHECKING:
     from paceline.stand_ins.file import Calibration
-
-_HERE = Path(str(files("paceline.demo")))
-MODEL_FOLDER = _HERE / "model"
-TEXT_FOLDER = _HERE / "text"
-CALIBRATION_FOLDER = _HERE / "calibration"
-TASK_FOLDER = _HERE / "tasks"
-"""Small tasks for lm-evaluation-harness; their card is README.md there."""
 
 
 def domains() -> list[str]:
@@ -42,8 +35,7 @@ def shipped_sweep() -> dict[str, Any] | None:
     """
     from paceline.evaluation.sweep_file import read_sweep
 
-    path = _HERE / "sweep.json"
-    return read_sweep(path) if path.is_file() else None
+    return read_sweep(SWEEP_FILE) if SWEEP_FILE.is_file() else None
 
 
 def load_model() -> tuple[Any, Any]:

@@ -142,35 +142,37 @@ class Compensation:
     def _grouped(
         self, out: Tensor, x: Tensor, local: Tensor, weights: Tensor, tell: Tell | None
     ) -> Tensor:
-        """The dropped assignments alone, expert by expert."""
+        """The dropped assignments alone, expert by expert; rows are touched as seldom as can be."""
         flat = local.flatten()
         pairs = (flat < self._own).nonzero().flatten()
         if pairs.shape[0] == 0:
             return out
-        pairs = pairs[flat[pairs].argsort(stable=True)]
+        experts, order = flat[pairs].sort(stable=True)
+        pairs = pairs[order]
         tokens = pairs // local.shape[1]
-        shares = weights.flatten()[pairs].to(self._shift.dtype).unsqueeze(1)
-        counts = torch.bincount(flat[pairs], minlength=self._own).tolist()
-        total = torch.zeros(out.shape, dtype=self._shift.dtype, device=out.device)
-        far = torch.zeros((), dtype=torch.float64)
-        start = 0
-        for expert, count in enumerate(counts):
-            if count == 0:
-                continue
-            part = slice(start, start + count)
-            start += count
-            seen = x[tokens[part]] @ self._down[expert].T - self._shift[expert]
-            if tell is not None:
-                far += seen.square().sum() * self._scale[expert]
-            share = shares[part]
-            inner, constant = (seen * share).to(x.dtype), share.to(x.dtype) * self._bias[expert]
-            left = torch.addmm(constant, inner, self._up[expert])
-            total.index_add_(0, tokens[part], left.to(total.dtype))
+        exact = self._shift.dtype
+        shares = weights.flatten()[pairs].to(exact)
+        counts = torch.bincount(experts, minlength=self._own).tolist()
+        some = [expert for expert, count in enumerate(counts) if count]
+        sizes = [count for count in counts if count]
+        looked = zip(some, torch.split(tokens, sizes), strict=True)
+        seen = torch.cat([x[part] @ self._down[expert].T for expert, part in looked])
+        seen = seen.to(exact) - self._shift[experts]
         if tell is not None:
-            tell(far, (self._scale[flat[pairs]] > 0).sum())
-        some = torch.zeros(len(out), dtype=torch.bool, device=out.device)
-        some[tokens] = True
-        return torch.where(some.unsqueeze(1), out + total.to(out.dtype), out)
+            scale = self._scale[experts]
+            tell((seen.square().sum(1) * scale).sum(), (scale > 0).sum())
+        inner = torch.split((seen * shares.unsqueeze(1)).to(x.dtype), sizes)
+        share = torch.split(shares.to(x.dtype), sizes)
+        if out.dtype is exact:
+            rows, at, total = None, tokens, out.clone()
+        else:  # added up exactly, and rounded once
+            rows, at = torch.unique(tokens, return_inverse=True)
+            total = out[rows].to(exact)
+        parts = zip(some, inner, share, torch.split(at, sizes), strict=True)
+        for expert, own, each, where in parts:
+            left = (own @ self._up[expert]).addr_(each, self._bias[expert])
+            total.index_add_(0, where, left.to(exact))
+        return total if rows is None else out.index_copy(0, rows, total.to(out.dtype))
 
 
 def _known(norms: Tensor) -> Tensor:

@@ -94,6 +94,11 @@ class AttachedLayer:
         known = dict(zip(own, experts, strict=True))
         return LayerIdentity(self.name, self.k, self.num_experts, router, known)
 
+    def row_cost(self) -> float:
+        """What the layer computes for a token: weights of an expert times experts a token."""
+        weights = sum(weight.numel() for weight in self.modules.experts.parameters())
+        return weights / len(self.own_experts) * self.k
+
     def compensate(self, found: LayerCalibration) -> None:
         """Have dropped assignments leave their stand-ins, where a policy asks for it."""
         self.compensation = Compensation(found, self.leaving_experts, self._like)
