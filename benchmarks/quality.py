@@ -14,7 +14,6 @@ from typing import Any
 
 from paceline.batches import Sampling
 from paceline.calibration.collect import calibrate
-from paceline.calibration.file import Calibration
 from paceline.cli.progress import Tell, progress
 from paceline.demo.assets import TASK_FOLDER, domains, load_model, read_text
 from paceline.evaluation.run import Job, evaluate
@@ -27,6 +26,7 @@ from paceline.files import to_json, write_text
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
 from paceline.reporting.sweep_table import sweep_table
+from paceline.stand_ins.file import Calibration
 
 TASKS = ("paceline_continuation", "paceline_copy", "paceline_passage")
 SAMPLING = Sampling(tokens=18432, batch_size=8, sequence_length=256)

@@ -18,8 +18,8 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from paceline.demo.assets import MODEL_FOLDER, TASK_FOLDER
-from paceline.engines.facts import Facts
 from paceline.evaluation.harness import PacelineLM
+from paceline.facts import Facts
 
 TASKS = ["paceline_continuation", "paceline_copy", "paceline_passage"]
 

@@ -27,8 +27,6 @@ import paceline
 from paceline.analysis.hardware import PRESETS, hardware_of, save_hardware
 from paceline.analysis.model_config import expert_groups, hidden_layers, layer_shape
 from paceline.analysis.planner import SCHEMA as PLANNER_SCHEMA
-from paceline.calibration.file import Calibration
-from paceline.calibration.layer import LayerCalibration
 from paceline.checkpoint.folder import open_checkpoint
 from paceline.cli.record import read_prompts
 from paceline.cli.report import _planned as planned_result
@@ -36,6 +34,8 @@ from paceline.engines.transformers.config import load_policy
 from paceline.engines.vllm.control import Refused, wanted_policy
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
+from paceline.stand_ins.file import Calibration
+from paceline.stand_ins.layer import LayerCalibration
 from paceline.traces import Asked, open_trace, sample, save_trace
 from paceline.traces.tables import load_tables
 from paceline.traces.trace import Trace

@@ -73,12 +73,12 @@ def sweep(
     from dataclasses import replace
 
     from paceline.batches import Sampling
-    from paceline.calibration.file import Calibration
     from paceline.cli.models import load, read_texts
     from paceline.cli.progress import progress
     from paceline.files import to_json, write_text
     from paceline.reporting.sweep_page import sweep_page
     from paceline.reporting.sweep_table import sweep_table
+    from paceline.stand_ins.file import Calibration
 
     if not chosen.placements:
         chosen = replace(chosen, placements=(8,))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.calibration.file import Calibration
+    from paceline.stand_ins.file import Calibration
 
 _HERE = Path(str(files("paceline.demo")))
 MODEL_FOLDER = _HERE / "model"
@@ -70,6 +70,6 @@ def load_calibration() -> Calibration:
     Raises:
         CalibrationError: if this installation carries none.
     """
-    from paceline.calibration.file import Calibration
+    from paceline.stand_ins.file import Calibration
 
     return Calibration.load(CALIBRATION_FOLDER)

@@ -17,9 +17,9 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import Collator, normalize_gen_kwargs
 from torch import Tensor
 
-from paceline.engines.settings import PlacementsLike, PoliciesLike
 from paceline.engines.transformers import attach
 from paceline.plan import Plan
+from paceline.settings import PlacementsLike, PoliciesLike
 
 DEMO = "demo"
 
