@@ -29,11 +29,11 @@ from paceline.batches import Batch
 from paceline.bench.machine import prepare_machine
 from paceline.bench.spread import ratios, shuffled, spread
 from paceline.bench.workload import SHAPES
-from paceline.calibration.file import Calibration
 from paceline.demo.assets import domains, load_calibration, load_model, read_text
 from paceline.environment import environment
 from paceline.evaluation.perplexity import Losses, as_dict, change
 from paceline.files import to_json, write_text
+from paceline.stand_ins.file import Calibration
 
 SHARES = (1, 5 / 6, 2 / 3, 1 / 2)
 """Of the experts that a step reads without a cap; 1 is a cap that hardly ever binds."""

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline import attach
 from paceline.bench.workload import Shape
-from paceline.calibration.file import Calibration
-from paceline.calibration.layer import LayerCalibration
+from paceline.stand_ins.file import Calibration
+from paceline.stand_ins.layer import LayerCalibration
 
 _PRODUCTS = ("mm", "addmm", "bmm", "linear", "matmul", "_grouped_mm")
 
