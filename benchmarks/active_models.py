@@ -35,16 +35,16 @@ from paceline.evaluation.perplexity import Losses, as_dict, change
 from paceline.files import to_json, write_text
 from paceline.stand_ins.file import Calibration
 
-SHARES = (1, 5 / 6, 2 / 3, 1 / 2)
+SHARES = (1, 2 / 3, 1 / 2)
 """Of the experts that a step reads without a cap; 1 is a cap that hardly ever binds."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--layers", type=int, default=8, help="of the random model")
+    parser.add_argument("--layers", type=int, default=6, help="of the random model")
     parser.add_argument("--batches", type=int, nargs="+", default=[4, 16])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=8, help="generated a sequence")
     parser.add_argument("--sequences", type=int, default=16, help="of each text for quality")
     given = parser.parse_args()

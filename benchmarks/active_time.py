@@ -310,8 +310,8 @@ def overhead(shape: Shape, dtype: torch.dtype, batches: list[int], rounds: int) 
     placement, rows = ExpertPlacement.contiguous(shape.experts, 1), []
     for batch in batches:
         stepper = Stepper(model, batch)
-        # never so many wanted: routed in every step, and nothing dropped
-        idle = f"max_active={shape.experts - 1}"
+        # as many may be wanted, and never are: decided in every step, and nothing dropped
+        idle = f"max_active={min(shape.experts, batch * shape.k) - 1}"
         seconds: dict[str, list[float]] = {"untouched": [], "binds nothing": []}
         active, read = {}, {}
         active["untouched"], read["untouched"] = stepper.weights_read()

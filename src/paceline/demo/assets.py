@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,18 @@ def shipped_sweep() -> dict[str, Any] | None:
 
     path = _HERE / "sweep.json"
     return read_sweep(path) if path.is_file() else None
+
+
+def shipped_decode() -> dict[str, Any] | None:
+    """What reading fewer experts costs the embedded model in decode; None where it is missing.
+
+    Made by benchmarks/active_experts.py and then `benchmarks/active_picture.py --ship`.
+    """
+    path = _HERE / "decode.json"
+    if not path.is_file():
+        return None
+    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return result
 
 
 def load_model() -> tuple[Any, Any]:
