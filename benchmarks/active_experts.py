@@ -224,6 +224,7 @@ def trials(batch: int) -> Iterator[tuple[str, dict[str, Any], Rule, bool]]:
         yield "top-k truncation", {"k": k}, rules.truncated(k), False
         yield "OEA", {"k0": k}, rules.opportunistic(k), False
         yield "Lynx", {"most": k}, rules.remapped(k), False
+        yield "XShare", {"most": k}, rules.shared(k), False
 
 
 def sequences(tokenizer: Any, texts: dict[str, str], count: int, length: int) -> dict[str, Tensor]:

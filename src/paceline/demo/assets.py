@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
-from paceline.shipped import CALIBRATION_FOLDER, MODEL_FOLDER, SWEEP_FILE, TEXT_FOLDER
+from paceline.shipped import CALIBRATION_FOLDER, DECODE_FILE, MODEL_FOLDER, SWEEP_FILE, TEXT_FOLDER
 
 if TYPE_CHECKING:
     from paceline.stand_ins.file import Calibration
@@ -36,6 +37,17 @@ def shipped_sweep() -> dict[str, Any] | None:
     from paceline.evaluation.sweep_file import read_sweep
 
     return read_sweep(SWEEP_FILE) if SWEEP_FILE.is_file() else None
+
+
+def shipped_decode() -> dict[str, Any] | None:
+    """What reading fewer experts costs the embedded model in decode; None where it is missing.
+
+    Made by benchmarks/active_experts.py and then `benchmarks/active_picture.py --ship`.
+    """
+    if not DECODE_FILE.is_file():
+        return None
+    result: dict[str, Any] = json.loads(DECODE_FILE.read_text(encoding="utf-8"))
+    return result
 
 
 def load_model() -> tuple[Any, Any]:
