@@ -27,13 +27,13 @@ from torch import Tensor
 from paceline import attach
 from paceline.batches import Batch, Sampling
 from paceline.calibration.collect import calibrate
-from paceline.calibration.file import Calibration
 from paceline.cli.progress import progress
 from paceline.demo.assets import domains, load_model, read_text
-from paceline.engines.compensation import Compensation
 from paceline.environment import environment
 from paceline.evaluation.perplexity import Losses, as_dict, change
 from paceline.files import to_json, write_text
+from paceline.stand_ins.compensation import Compensation
+from paceline.stand_ins.file import Calibration
 
 DEVICES = 8
 
@@ -224,6 +224,7 @@ def trials(batch: int) -> Iterator[tuple[str, dict[str, Any], Rule, bool]]:
         yield "top-k truncation", {"k": k}, rules.truncated(k), False
         yield "OEA", {"k0": k}, rules.opportunistic(k), False
         yield "Lynx", {"most": k}, rules.remapped(k), False
+        yield "XShare", {"most": k}, rules.shared(k), False
 
 
 def sequences(tokenizer: Any, texts: dict[str, str], count: int, length: int) -> dict[str, Tensor]:

@@ -2,8 +2,8 @@
 
 Every rule sees one step's tokens, the model's choice for them and the scores of all experts, and
 says which (token, expert) pairs are computed and with which weights. Many steps are decided at
-once: tensors have a leading axis of steps. The published ones are rebuilt from their papers'
-descriptions, not from their code.
+once: tensors have a leading axis of steps. The published ones are rebuilt from what their papers
+say of the rule, not from their code.
 """
 
 from __future__ import annotations
@@ -176,8 +176,9 @@ def truncated(k: int) -> Rule:
 def opportunistic(k0: int) -> Rule:
     """OEA (Oncescu et al., arXiv 2511.02237): best k0 of every token, then others already read.
 
-    First the union of every token's best k0 is read; then each token fills up to its k with its
-    best experts among those read, whoever asked for them. The sum of weights is what it was.
+    First the union of every token's best k0 is read; then each token walks down its ranking, as far
+    as there are experts, and takes those that are read until it has k. The sum of weights is what
+    it was. This is the form that the paper ends with: k0 the same for all tokens, no limit of rank.
     """
 
     def rule(step: Step) -> Chosen:
@@ -188,15 +189,44 @@ def opportunistic(k0: int) -> Rule:
     return rule
 
 
-def remapped(most: int) -> Rule:
-    """Lynx (Gupta et al., arXiv 2411.08982): drop experts the batch cares least for, and remap.
+BINS = 5
+"""Lynx' bins below the first for a router that takes one expert of eight, as here."""
 
-    The `most` experts a device (theirs is a number for all) with the most votes stay; an
-    assignment of another goes to the token's best expert among those that stay.
+
+def by_affinity(step: Step) -> Tensor:
+    """Lynx' score of an expert: B to the power of its bin, summed over B tokens that chose it.
+
+    An expert's bin in a token is its logit less that of the token's best, in whole nats, at least
+    -BINS: what few tokens want much counts more than what many want a little. How wide a bin is,
+    the paper takes from the model; a nat is our choice.
+    """
+    chosen = step.scores.gather(2, step.ids).double().log()
+    bins = (chosen - chosen.amax(2, keepdim=True)).floor().clamp(min=-BINS)
+    return step.sums(float(step.ids.shape[1]) ** bins)
+
+
+def remapped(most: int) -> Rule:
+    """Lynx (Gupta et al., arXiv 2411.08982v3): drop experts the batch cares least for, and remap.
+
+    The `most` experts a device (theirs is a number for all, from the scores) with the highest
+    score stay; an assignment of another goes to the token's best expert among those that stay.
+    Earlier versions of the paper scored by votes.
+    """
+    return lambda step: _best_read(step, step.best(by_affinity(step), most))
+
+
+def shared(most: int) -> Rule:
+    """XShare (Vankov et al., arXiv 2602.07265), aware of devices: the most gate score in all.
+
+    A device's `most` experts are first those that are some token's best, then those with the
+    largest sum of gate scores over all tokens, chosen or not; each token takes its best k among
+    them.
     """
 
     def rule(step: Step) -> Chosen:
-        return _best_read(step, step.best(by_votes(step), most))
+        total = step.scores.double().sum(1)
+        first = torch.zeros_like(total).scatter(1, step.ids[..., 0], 1.0)
+        return _best_read(step, step.best(total + 1e6 * first, most))
 
     return rule
 

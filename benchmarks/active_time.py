@@ -1,31 +1,38 @@
 """Decode steps with few active experts: time beside the bound of the bytes of weights read.
 
-Layers of real models' shapes, whose weights don't fit the cache, in float32 on a CPU.
+Layers of real models' shapes, whose weights don't fit a core's cache, on a CPU.
 
-    python benchmarks/active_time.py --json benchmarks/results/active_time.json
+    python benchmarks/active_time.py --dtype bfloat16 --json benchmarks/results/active_time.json
+    python benchmarks/active_time.py --json benchmarks/results/active_time_float32.json
+    python benchmarks/active_time.py --only overhead --rounds 300 --json active_overhead.json
     torchrun --nproc-per-node 2 benchmarks/active_time.py --json active_ranks.json
 
-One process: EMULATED devices, played in turn, of which a layer waits for the one that takes
-longest; then a model of one such layer on one device, attached and decoding for real, also where
-the cap drops nothing. Under torchrun: the same model on real ranks that share the batch. A ratio
-is time without the cap / time with it; its bound is experts read without / with, by the device
-that reads most; everything takes turns within one run. One core multiplies slowly, so beside it
-stands a bound that counts rows too: what an expert costs with one row, and each further row.
+One process: what a device's experts cost by number and rows; EMULATED devices, played in turn, of
+which a layer waits for the one that takes longest; then a model of one such layer on one device,
+attached and decoding for real, with the split of its time; and what a cap costs that drops nothing.
+Under torchrun: the same model on real ranks that share the batch or bring their own. A ratio is
+time without the cap / time with it; its bound is bytes of weights read without / with, by the
+device that reads most, attention and head included where there are any; everything takes turns
+within one run.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import random
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from decode_models import Split, WeightsRead, random_model
 
 from paceline import CapacityPolicy, ExpertPlacement, attach, route
 from paceline.bench.emulated import split_by_device
@@ -37,6 +44,7 @@ from paceline.environment import environment
 from paceline.files import to_json, write_text
 
 DEVICES = 8
+Row = dict[str, Any]
 
 
 def main() -> None:
@@ -44,26 +52,23 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--shapes", nargs="+", default=["olmoe", "qwen3-30b-a3b"])
     parser.add_argument("--batches", type=int, nargs="+", default=[4, 16])
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", choices=["devices", "model"])
+    parser.add_argument("--only", choices=["calls", "devices", "model", "overhead"])
     given = parser.parse_args()
     warnings.simplefilter("ignore")  # all sequences are our own
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if ranks > 1:
         dist.init_process_group("gloo")
-    machine = prepare_machine(rank, ranks)
-    data: dict[str, Any] = {"schema": "paceline-active-time/1", "ranks": ranks, "rows": []}
-    data |= {"rounds": given.rounds, "machine": machine, **environment()}
+    data: Row = {"schema": "paceline-active-time/2", "ranks": ranks, "rows": []}
+    data |= {"rounds": given.rounds, "dtype": given.dtype}
+    data |= {"process": prepare_machine(rank, ranks), **environment()}
+    dtype = getattr(torch, given.dtype)
     for name in given.shapes:
-        shape = SHAPES[name]
-        parts: dict[str, Callable[[Shape, list[int], int], list[dict[str, Any]]]] = {
-            "devices": devices_in_turn,
-            "model": whole_model,
-        }
-        for part, measure in parts.items():
-            if (ranks > 1 and part == "devices") or given.only not in (None, part):
+        for part, measure in _parts(ranks).items():
+            if given.only not in (None, part) or (given.only is None and part == "overhead"):
                 continue
-            for row in measure(shape, given.batches, given.rounds):
+            for row in measure(SHAPES[name], dtype, given.batches, given.rounds):
                 row = {"part": part, "shape": name, **row}
                 data["rows"].append(row)
                 if rank == 0:
@@ -73,80 +78,51 @@ def main() -> None:
         dist.destroy_process_group()
 
 
-def said(row: dict[str, Any]) -> str:
+def _parts(ranks: int) -> dict[str, Callable[[Shape, torch.dtype, list[int], int], list[Row]]]:
+    if ranks == 1:
+        alone = partial(steps_of_model, layout="one process")
+        return {"calls": calls, "devices": devices_in_turn, "model": alone,
+                "overhead": overhead}  # fmt: skip
+    return {layout: partial(steps_of_model, layout=layout) for layout in ("shared", "own")}
+
+
+def said(row: Row) -> str:
     """A line of the terminal."""
-    ratio, bound = row["ratio"], row["bound"]
-    return (
-        f"{row['part']:8} {row['shape']:14} batch {row['batch']:3} {row['policy']:16} "
-        f"experts {row['active_before']:.2f} to {row['active_after']:.2f}, bound {bound:.2f}, "
-        f"ratio {ratio['median']:.3f} (from {ratio['min']:.3f} to {ratio['max']:.3f}), "
-        f"{ratio['median'] / bound:.2f} of the bound"
-        + (f" (rows counted: {row['bound_with_rows']:.2f})" if "bound_with_rows" in row else "")
+    start = f"{row['part']:8} {row['shape']:14}"
+    if row["part"] == "calls":
+        took = 1e3 * row["seconds"]["median"]
+        return f"{start} {row['experts']} experts, {row['rows']:2} rows each: {took:.2f} ms"
+    ratio = row["ratio"]
+    line = (
+        f"{start} batch {row['batch']:3} {row['policy']:24} "
+        f"experts {row['active_before']:.2f} to {row['active_after']:.2f}, "
+        f"ratio {ratio['median']:.3f} ± {row['median_error']:.3f} "
+        f"(from {ratio['min']:.3f} to {ratio['max']:.3f})"
     )
-
-
-def devices_in_turn(shape: Shape, batches: list[int], rounds: int) -> list[dict[str, Any]]:
-    """Every device of a layer in turn, so that none finds its weights in the cache."""
-    experts = build_experts(shape, shape.experts)
-    placement = ExpertPlacement.contiguous(shape.experts, DEVICES)
-    hosted, rows = shape.experts // DEVICES, []
-    for batch in batches:
-        given = skewed_workload(shape, batch, 1.3, placement)
-        inputs = given.gate(given.hidden)
-        work, active, costs = {}, {}, {}
-        first, further = cost_of_rows(experts, given.hidden, placement)
-        for most in [None, *sorted({hosted * 3 // 4, hosted // 2, max(1, hosted // 4)})[::-1]]:
-            name = "none" if most is None else f"max_active={most}"
-            policy = CapacityPolicy(max_active=most, mode="enforce" if most else "observe")
-            a = route(inputs, policy, placement)
-            work[name] = split_by_device(given.hidden, a.topk_ids, a.topk_weights, placement)
-            active[name] = int(a.active_after.max())
-            costs[name] = max(
-                first * (n := len(torch.unique(device.ids))) + further * (device.rows - n)
-                for device in work[name]
-            )
-        seconds: dict[str, list[float]] = {name: [] for name in work}
-        with torch.inference_mode():
-            for turn in range(rounds + 1):
-                for name in shuffled(list(work), turn):
-                    slowest = max(device.run(experts)[1] for device in work[name])
-                    if turn:  # the first touches everything once
-                        seconds[name].append(slowest)
-        for row in results("none", seconds, active, batch):
-            bound = costs["none"] / costs[row["policy"]]
-            rows.append(row | {"bound_with_rows": bound, "rows_cost": further / first})
-    return rows
-
-
-def cost_of_rows(
-    experts: torch.nn.Module, hidden: torch.Tensor, placement: ExpertPlacement, many: int = 5
-) -> tuple[float, float]:
-    """Seconds of an expert with one row, and of each further row; weights out of the cache."""
-    spent: dict[int, list[float]] = {1: [], many: []}
-    with torch.inference_mode():
-        for count in (1, many, 1, many):
-            for device in range(placement.num_devices):
-                own = torch.tensor(placement.experts_of(device)).repeat_interleave(count)
-                given = hidden[torch.zeros_like(own)]
-                start = time.thread_time()
-                experts(given, own.unsqueeze(1), torch.ones(len(own), 1))
-                spent[count].append((time.thread_time() - start) * count / len(own))
-    first, with_many = (statistics.median(values) for values in spent.values())
-    return first, (with_many - first) / (many - 1)
+    if row["bound"] > 1:
+        line += f", bound {row['bound']:.3f}, {ratio['median'] / row['bound']:.3f} of it"
+    if "split" in row:
+        line += " " + ", ".join(f"{k} {1e3 * v:.1f} ms" for k, v in row["split"].items())
+    return line
 
 
 def results(
-    base: str, seconds: Mapping[str, list[float]], active: Mapping[str, float], batch: int
-) -> list[dict[str, Any]]:
-    """A row of each policy beside `base`."""
+    base: str,
+    seconds: Mapping[str, list[float]],
+    active: Mapping[str, float],
+    read: Mapping[str, float],
+    batch: int,
+) -> list[Row]:
+    """A row of each policy beside `base`: experts, and bytes of weights, read in a step."""
     return [
         {
             "batch": batch,
             "policy": name,
             "active_before": active[base],
             "active_after": active[name],
-            "bound": active[base] / active[name],
+            "bound": read[base] / read[name],
             "ratio": ratios(seconds[base], seconds[name]),
+            "median_error": median_error(seconds[base], seconds[name]),
             "seconds": spread(seconds[name]),
         }
         for name in seconds
@@ -154,84 +130,203 @@ def results(
     ]
 
 
-def whole_model(shape: Shape, batches: list[int], rounds: int) -> list[dict[str, Any]]:
-    """Decode steps of a model of one layer, its own forward and cache, attached."""
-    from transformers import OlmoeConfig, OlmoeForCausalLM
+def median_error(base: Sequence[float], other: Sequence[float], draws: int = 400) -> float:
+    """Standard error of the median ratio, by drawing rounds again with replacement."""
+    found, rng = [a / b for a, b in zip(base, other, strict=True)], random.Random(0)
+    medians = [statistics.median(rng.choices(found, k=len(found))) for _ in range(draws)]
+    return statistics.stdev(medians)
 
-    torch.manual_seed(0)
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    config = OlmoeConfig(
-        vocab_size=512,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_experts=shape.experts,
-        num_experts_per_tok=shape.k,
-        num_hidden_layers=1,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-    )
-    with torch.device("meta"):
-        model = OlmoeForCausalLM(config)
-    model = model.to_empty(device="cpu").eval()
-    rng = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.uniform_(-0.03, 0.03, generator=rng)
-        for name, buffer in OlmoeForCausalLM(_small(config)).named_buffers():
-            model.get_buffer(name).copy_(buffer)  # positions, which to_empty forgot
-    model.set_experts_implementation("grouped_mm")
-    placement = ExpertPlacement.contiguous(shape.experts, ranks)
-    hosted = shape.experts // ranks
-    if ranks > 1:
-        place_experts(model, placement, batch="shared")
-    rows = []
-    for batch in batches:
-        prompt = torch.randint(512, (batch, 8), generator=rng)
-        policies: dict[str, str | None] = {"none": None}
-        policies |= {f"max_active={n}": f"max_active={n}" for n in (hosted // 2, hosted // 4)}
-        # never more wanted than that: routed in every step, and nothing dropped
-        policies["binds nothing"] = f"max_active={hosted - 1}"
-        seconds: dict[str, list[float]] = {"untouched": [], **{name: [] for name in policies}}
-        active: dict[str, float] = {}
+
+# -- experts alone ---------------------------------------------------------------------------------
+
+
+def devices_of(shape: Shape, dtype: torch.dtype) -> list[torch.nn.Module]:
+    """The experts of each emulated device, a module of its own as on a real one."""
+    hosted = shape.experts // DEVICES
+    return [build_experts(shape, hosted, seed=device).to(dtype) for device in range(DEVICES)]
+
+
+def calls(shape: Shape, dtype: torch.dtype, _: list[int], rounds: int) -> list[Row]:
+    """What a device's experts take by how many have how many rows; devices take turns."""
+    devices = devices_of(shape, dtype)
+    hosted = shape.experts // DEVICES
+    cells = [(0, 1), *((n, 1) for n in (1, 2, 4, 8)), *((8, n) for n in (2, 3, 4, 8, 16))]
+    spent: dict[str, list[float]] = {f"{experts} {rows}": [] for experts, rows in cells}
+    with torch.inference_mode():
         for turn in range(rounds + 1):
-            for name in shuffled(list(seconds), turn):
-                token = prompt[:, :1].roll(turn, 0)
-                if name == "untouched":
-                    spent = step(model, prompt, token)
-                else:
-                    with attach(model, policies[name], None if ranks > 1 else placement) as pace:
-                        spent = step(model, prompt, token, pace)
-                        stats = pace.stats().layers[0]
-                        active[name] = stats.most_active_experts_after
-                        if name == "binds nothing" and stats.dropped:
-                            seconds.pop(name)  # here it does bind
-                            continue
+            for number, name in enumerate(shuffled(list(spent), turn)):
+                experts, rows = map(int, name.split())
+                # the id one past the last is left out
+                ids = torch.randperm(hosted)[:experts] if experts else torch.tensor([hosted])
+                ids = ids.repeat_interleave(rows).unsqueeze(1)
+                hidden = torch.randn(len(ids), shape.hidden, dtype=dtype)
+                device = devices[(turn * len(spent) + number) % DEVICES]
+                start = time.thread_time()
+                device(hidden, ids, torch.ones_like(hidden[:, :1]))
                 if turn:
-                    seconds[name].append(spent)
-        active["untouched"] = active["none"]
-        rows += results("untouched", seconds, active, batch)
+                    spent[name].append(time.thread_time() - start)
+    return [
+        {"experts": experts, "rows": rows, "seconds": spread(spent[f"{experts} {rows}"])}
+        for experts, rows in cells
+    ]
+
+
+def devices_in_turn(shape: Shape, dtype: torch.dtype, batches: list[int], rounds: int) -> list[Row]:
+    """Every device of a layer in turn, so that none finds its weights in a core's cache."""
+    devices = devices_of(shape, dtype)
+    placement = ExpertPlacement.contiguous(shape.experts, DEVICES)
+    hosted, rows = shape.experts // DEVICES, []
+    for batch in batches:
+        given = skewed_workload(shape, batch, 1.3, placement)
+        inputs = given.gate(given.hidden)
+        work, active = {}, {}
+        for most in [None, *sorted({hosted * 3 // 4, hosted // 2, max(1, hosted // 4)})[::-1]]:
+            name = "none" if most is None else f"max_active={most}"
+            policy = CapacityPolicy(max_active=most, mode="enforce" if most else "observe")
+            a = route(inputs, policy, placement)
+            weights = a.topk_weights.to(dtype)
+            split = split_by_device(given.hidden.to(dtype), a.topk_ids, weights, placement)
+            work[name] = [replace(w, ids=w.ids - i * hosted) for i, w in enumerate(split)]
+            active[name] = float(a.active_after.max())
+        played: dict[str, list[list[float]]] = {name: [] for name in work}
+        with torch.inference_mode():
+            for turn in range(rounds + 1):
+                for name in shuffled(list(work), turn):
+                    each = zip(work[name], devices, strict=True)
+                    took = [device.run(experts)[1] for device, experts in each]
+                    if turn:  # the first touches everything once
+                        played[name].append(took)
+        seconds = {name: slowest_of(rounds_of) for name, rounds_of in played.items()}
+        rows += results("none", seconds, active, active, batch)
     return rows
 
 
-def _small(config: Any) -> Any:
-    """The same positions with hardly any weights."""
-    small = type(config)(**config.to_dict())
-    small.num_experts, small.intermediate_size, small.vocab_size = 8, 8, 8
-    return small
+def slowest_of(played: list[list[float]]) -> list[float]:
+    """[rounds] seconds of the device that mostly takes longest, of [rounds, devices].
+
+    The longest of each round would be whichever device another program held up.
+    """
+    by_device = list(zip(*played, strict=True))
+    return list(max(by_device, key=statistics.median))
 
 
-@torch.no_grad()
-def step(model: Any, prompt: torch.Tensor, token: torch.Tensor, pace: Any = None) -> float:
-    """Seconds of one decode step, in processor time where there are no ranks to wait for."""
-    cache = model(input_ids=prompt, use_cache=True).past_key_values
-    if pace is not None:
-        pace.reset_stats()
-    clock = time.perf_counter if dist.is_initialized() else time.thread_time
-    if dist.is_initialized():
-        dist.barrier()
-    start = clock()
-    model(input_ids=token, past_key_values=cache, use_cache=True)
-    return clock() - start
+# -- a model of one layer --------------------------------------------------------------------------
+
+
+class Stepper:
+    """Decode steps of a model of one layer, its prompt in the cache, on one process or on ranks."""
+
+    def __init__(self, model: Any, batch: int, own: bool = False) -> None:
+        rng = torch.Generator().manual_seed(2 + (dist.get_rank() if own else 0))
+        self.model, self.prompt = model, torch.randint(512, (batch, 8), generator=rng)
+        with torch.no_grad():
+            self.cache = model(input_ids=self.prompt, use_cache=True).past_key_values
+
+    def step(self, turn: int) -> float:
+        """Seconds of processor time, on ranks of the one that needs most."""
+        token = self.prompt[:, :1].roll(turn, 0)
+        if dist.is_initialized():
+            dist.barrier()
+        with torch.no_grad():
+            start = time.thread_time()
+            self.model(input_ids=token, past_key_values=self.cache, use_cache=True)
+            spent = time.thread_time() - start
+        self.cache.crop(-1)
+        return most_of_ranks(spent)
+
+    def weights_read(self, turn: int = 0) -> tuple[float, float]:
+        """Experts, and bytes of all weights, read in a step, by the rank that reads most."""
+        with WeightsRead(self.model) as read:
+            self.step(turn)
+        return most_of_ranks(read.most_experts()), most_of_ranks(float(read.bytes))
+
+    def split(self, pace: Any, rounds: int) -> Mapping[str, float]:
+        """Median parts of a step, of this process."""
+        found = []
+        for turn in range(rounds):
+            parts = Split(self.model, pace)
+            spent = self.step(turn)
+            parts.close()
+            found.append(parts.of(spent))
+        return {part: statistics.median(f[part] for f in found) for part in found[0]}
+
+
+def most_of_ranks(value: float) -> float:
+    """The largest of all ranks' values."""
+    if not dist.is_initialized():
+        return value
+    told = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(told, dist.ReduceOp.MAX)
+    return float(told)
+
+
+def steps_of_model(
+    shape: Shape, dtype: torch.dtype, batches: list[int], rounds: int, layout: str
+) -> list[Row]:
+    """Decode steps under max_active beside the untouched model's, in one process or on ranks."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    model = random_model(shape, 1, dtype)
+    placement = ExpertPlacement.contiguous(shape.experts, ranks)
+    hosted, rows = shape.experts // ranks, []
+    if layout != "one process":
+        place_experts(model, placement, batch=layout)  # type: ignore[arg-type]
+    where = placement if layout == "one process" else None
+    policies = [f"max_active={hosted * part // 4}" for part in (3, 2, 1)]
+    if layout == "own":
+        policies += [f"{policy},pool=batch" for policy in policies]
+    for batch in batches:
+        stepper = Stepper(model, batch, layout == "own")
+        seconds: dict[str, list[float]] = {"untouched": [], **{name: [] for name in policies}}
+        active, read, parts = {}, {}, {}
+        active["untouched"], read["untouched"] = stepper.weights_read()
+        with attach(model, None, where) as pace:
+            parts["untouched"] = stepper.split(pace, 5)
+        for name in policies:
+            with attach(model, name, where) as pace:
+                active[name], read[name] = stepper.weights_read()
+                parts[name] = stepper.split(pace, 5)
+        for turn in range(rounds + 1):
+            for name in shuffled(list(seconds), turn):
+                spent = step_under(stepper, None if name == "untouched" else name, where, turn)
+                if turn:
+                    seconds[name].append(spent)
+        for row in results("untouched", seconds, active, read, batch):
+            split = {"split": parts[row["policy"]], "split_before": parts["untouched"]}
+            rows.append(row | (split if ranks == 1 else {}))
+    return rows
+
+
+def step_under(stepper: Stepper, policy: str | None, where: Any, turn: int) -> float:
+    """A step of the untouched model, or of the model attached for it."""
+    if policy is None:
+        return stepper.step(turn)
+    with attach(stepper.model, policy, where):
+        return stepper.step(turn)
+
+
+def overhead(shape: Shape, dtype: torch.dtype, batches: list[int], rounds: int) -> list[Row]:
+    """A cap that is decided in every step and drops nothing, beside the untouched model."""
+    model = random_model(shape, 1, dtype)
+    placement, rows = ExpertPlacement.contiguous(shape.experts, 1), []
+    for batch in batches:
+        stepper = Stepper(model, batch)
+        # as many may be wanted, and never are: decided in every step, and nothing dropped
+        idle = f"max_active={min(shape.experts, batch * shape.k) - 1}"
+        seconds: dict[str, list[float]] = {"untouched": [], "binds nothing": []}
+        active, read = {}, {}
+        active["untouched"], read["untouched"] = stepper.weights_read()
+        with attach(model, idle, placement) as pace:
+            active["binds nothing"], read["binds nothing"] = stepper.weights_read()
+            layer = pace.stats().layers[0]
+            assert layer.narrowed_forwards == 1
+            assert layer.dropped == 0
+        for turn in range(rounds + 1):
+            for name in shuffled(list(seconds), turn):
+                spent = step_under(stepper, None if name == "untouched" else idle, placement, 0)
+                if turn:
+                    seconds[name].append(spent)
+        rows += results("untouched", seconds, active, read, batch)
+    return rows
 
 
 if __name__ == "__main__":

@@ -21,14 +21,15 @@ from typing import Any
 
 from paceline import CapacityPolicy, attach
 from paceline.batches import Batch, separate
-from paceline.calibration.file import Calibration
 from paceline.cli.progress import progress
-from paceline.demo.assets import CALIBRATION_FOLDER, load_model
+from paceline.demo.assets import load_model
 from paceline.demo.plan import DEVICES
 from paceline.demo.study import balance, drops, flat, held_out, run_policy
 from paceline.environment import environment
 from paceline.evaluation.perplexity import Losses, as_dict, change
 from paceline.files import to_json, write_text
+from paceline.shipped import CALIBRATION_FOLDER
+from paceline.stand_ins.file import Calibration
 
 KEEPS = ("", ",compensate=true", ",compensate=true,keep=contribution")
 ROWS = (

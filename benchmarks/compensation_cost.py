@@ -22,13 +22,13 @@ from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from paceline import attach
 from paceline.bench.spread import ratios, shuffled
-from paceline.calibration.file import Calibration
-from paceline.calibration.identity import LayerIdentity
-from paceline.calibration.layer import LayerCalibration
 from paceline.calibration.layer_fit import RIDGE_EXPERTS, fit_layer
 from paceline.calibration.rows import Rows, Seen
 from paceline.environment import environment
 from paceline.files import to_json, write_text
+from paceline.stand_ins.file import Calibration
+from paceline.stand_ins.identity import LayerIdentity
+from paceline.stand_ins.layer import LayerCalibration
 
 HIDDEN, WIDTH, EXPERTS, K, RANK, DEVICES = 2048, 1024, 64, 8, 16, 8
 POLICY = "capacity_factor=0.87,min_expert_load=0"

@@ -22,16 +22,16 @@ from torch import Tensor
 
 from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, attach, route
 from paceline.batches import Batch, separate
-from paceline.calibration.layer import LayerCalibration
 from paceline.cli.progress import progress
 from paceline.demo.assets import load_calibration, load_model
 from paceline.demo.plan import DEVICES
 from paceline.demo.study import held_out
-from paceline.engines.compensation import Compensation
-from paceline.engines.facts import Facts
 from paceline.environment import environment
 from paceline.evaluation.perplexity import Losses, as_dict, batch_losses, change
+from paceline.facts import Facts
 from paceline.files import to_json, write_text
+from paceline.stand_ins.compensation import Compensation
+from paceline.stand_ins.layer import LayerCalibration
 
 BOUNDS = (1.25, 1.0, 0.75)
 STEPS, FIRST = 200, 0.02  # of the search for prices; the first step, a share of the scores' mean

@@ -34,9 +34,9 @@ from paceline.batches import Sampling, make_batches
 from paceline.cli.progress import progress
 from paceline.demo.assets import domains, load_model, read_text
 from paceline.demo.study import balance, drops, flat, run_policy
-from paceline.engines.facts import Facts
 from paceline.environment import environment
 from paceline.evaluation.perplexity import as_dict, change
+from paceline.facts import Facts
 from paceline.files import to_json, write_text
 
 RESULTS = Path(__file__).parent / "results"

@@ -19,9 +19,8 @@ from typing import Any
 
 from paceline import CapacityPolicy, attach
 from paceline.batches import Sampling, separate
-from paceline.calibration.file import Calibration
 from paceline.cli.progress import progress
-from paceline.demo.assets import CALIBRATION_FOLDER, load_model
+from paceline.demo.assets import load_model
 from paceline.demo.plan import DEVICES
 from paceline.demo.study import drops, flat, held_out, run_policy
 from paceline.environment import environment
@@ -29,6 +28,8 @@ from paceline.evaluation.perplexity import as_dict, change
 from paceline.evaluation.sensitivity import measure_layers
 from paceline.files import to_json, write_text
 from paceline.plan import Plan
+from paceline.shipped import CALIBRATION_FOLDER
+from paceline.stand_ins.file import Calibration
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from calibrate_demo_model import training_texts

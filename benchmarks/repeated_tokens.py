@@ -27,9 +27,9 @@ from paceline import CapacityPolicy, ExpertPlacement, attach
 from paceline.bench.random_model import random_model
 from paceline.bench.spread import ratios, shuffled, spread
 from paceline.demo.assets import domains, load_model, read_text
-from paceline.engines.facts import Facts
 from paceline.engines.transformers.expert_parallel import place_experts
 from paceline.environment import environment
+from paceline.facts import Facts
 from paceline.files import to_json, write_text
 
 RESULTS = Path(__file__).parent / "results" / "repeated_tokens.json"

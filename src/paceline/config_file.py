@@ -18,7 +18,7 @@ def read_config(file: Path) -> dict[str, Any]:
     Raises:
         ValueError: naming the file, if it can't be read or is no JSON object.
 
-    >>> from paceline.demo.assets import MODEL_FOLDER
+    >>> from paceline.shipped import MODEL_FOLDER
     >>> read_config(MODEL_FOLDER / "config.json")["model_type"]
     'olmoe'
     """

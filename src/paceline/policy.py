@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from paceline.keeps import KEEP_ALIASES, KEEPS, registered_keeps
-from paceline.numbers import whole_number
+from paceline.numbers import is_flag, whole_number
 from paceline.policy_text import PolicyError, TextForms
 from paceline.text import shortened
 
@@ -163,6 +163,13 @@ class CapacityPolicy(TextForms):
             aliases = ", ".join(KEEP_ALIASES)
             own = f"registered: {shortened(', '.join(registered))}; " if registered else ""
             raise ValueError(f"one of {', '.join(KEEPS)} ({own}aliases: {aliases})")
+        return value
+
+    @field_validator("expand_limit", "max_experts", "protect_first", "seed", mode="before")
+    @classmethod
+    def _no_flag(cls, value: Any) -> Any:
+        if is_flag(value):
+            raise ValueError("a whole number")
         return value
 
     @field_validator("expand_limit", "max_experts", mode="after")

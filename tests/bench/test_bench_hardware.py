@@ -8,13 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from paceline.analysis.cost import LayerShape, device_seconds
 from paceline.analysis.hardware import Hardware, hardware_of
-from paceline.bench.hardware import Timing, fit, is_decode, left_out, measure, non_negative, within
+from paceline.bench.hardware import Timing, is_decode, measure
+from paceline.bench.hardware_fit import fit, left_out, within
 from paceline.cli.app import app
 
 TRUE = Hardware("true", flops=1.5e11, memory=1.2e10, memory_size=1e9, link=1e9, launch=3e-4,
@@ -71,19 +70,6 @@ def test_every_size_is_judged_by_the_others() -> None:
     assert decode
     assert all(sum(t.rows) / 8 <= 4 for t in decode)
     assert len(decode) < len(seen)
-
-
-@given(st.data())
-def test_non_negative_least_squares(data: st.DataObject) -> None:
-    """The conditions of the optimum: slope zero where above zero, nowhere downhill elsewhere."""
-    rows, columns = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 4))
-    rng = np.random.default_rng(data.draw(st.integers(0, 10**6)))
-    table, wanted = rng.normal(size=(rows, columns)), rng.normal(size=rows)
-    found = non_negative(table, wanted)
-    assert (found >= 0).all()
-    slope = table.T @ (wanted - table @ found)
-    assert slope.max() <= 1e-6
-    assert np.abs(slope[found > 0]).max(initial=0) <= 1e-6
 
 
 def test_measuring_runs_every_case() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from paceline import attach
-from paceline.calibration.file import Calibration
-from paceline.calibration.layer import LayerCalibration
+from paceline.stand_ins.file import Calibration
+from paceline.stand_ins.layer import LayerCalibration
 
 
 def made_up(model: Any, rank: int = 3, seed: int = 0) -> Calibration:

@@ -10,8 +10,8 @@ import tiny_models
 import torch
 from helpers import fingerprint, model_of, output
 
-from paceline.engines.facts import Facts
 from paceline.engines.transformers import attach
+from paceline.facts import Facts
 from paceline.policy import CapacityPolicy
 
 CAP = CapacityPolicy(capacity_factor=1.0, min_expert_load=0)
@@ -79,11 +79,11 @@ def test_threads_that_begin_at_once_listen_to_a_router_once(model: Any) -> None:
         for layer in pace._layers:
             # as if something had been put on the router: all threads find that they don't hear it
             for _ in range(10):
-                layer._router_watch.undo()
+                layer.router_watch.undo()
 
                 def begin(layer: Any = layer) -> None:
                     together.wait()
-                    layer.watch_router()
+                    layer.router_watch.ensure()
 
                 threads = [threading.Thread(target=begin) for _ in range(8)]
                 for thread in threads:
@@ -98,8 +98,8 @@ def test_a_forward_that_begins_after_detach_leaves_nothing_on_routers(model: Any
     pace = attach(model, CAP)
     prepare = pace._running.before_forward  # as a forward read it that goes on after detach
     pace.detach()
-    for watch_router in prepare:
-        watch_router()
+    for ensure_heard in prepare:
+        ensure_heard()
     assert fingerprint(model) == untouched
 
 

@@ -14,8 +14,8 @@ from helpers import capacity, counted, fingerprint, model_of, output
 from torch import Tensor
 
 from paceline import CapacityPolicy, ExpertPlacement, attach, route
-from paceline.engines.facts import Facts
 from paceline.engines.transformers import CapNeverAppliedWarning
+from paceline.facts import Facts
 from paceline.plan import Plan, PlanError
 
 CAP = CapacityPolicy(capacity_factor=1, unit="expert", min_expert_load=0)

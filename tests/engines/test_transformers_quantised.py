@@ -16,10 +16,10 @@ from transformers.integrations.finegrained_fp8 import FP8Experts, replace_with_f
 from paceline import attach
 from paceline.batches import Batch
 from paceline.calibration.collect import calibrate
-from paceline.calibration.file import CalibrationError
-from paceline.calibration.identity import of_experts
 from paceline.evaluation.subject import Subject
 from paceline.plan import Plan
+from paceline.stand_ins.file import CalibrationError
+from paceline.stand_ins.identity import of_experts
 
 
 def quantised(materialised: bool) -> Any:

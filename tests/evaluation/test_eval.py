@@ -21,7 +21,8 @@ from paceline import attach
 from paceline.analysis.observe import Sampling
 from paceline.calibration.collect import calibrate
 from paceline.cli.app import app
-from paceline.demo.assets import CALIBRATION_FOLDER, TASK_FOLDER, read_text
+from paceline.demo.assets import read_text
+from paceline.shipped import CALIBRATION_FOLDER, TASK_FOLDER
 
 SMALL = ["--tokens", "512", "--sequence-length", "64", "--batch-size", "4"]
 TEXTS = ["--text", "prose", "--text", "german"]
@@ -125,7 +126,7 @@ def test_tasks_against_the_harness_run_by_itself(tmp_path: Path) -> None:
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    from paceline.demo.assets import MODEL_FOLDER
+    from paceline.shipped import MODEL_FOLDER
 
     names = ["paceline_continuation", "paceline_copy", "paceline_passage"]
     found = _eval(

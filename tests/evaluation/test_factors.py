@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 from paceline import CapacityPolicy, attach
 from paceline.batches import Sampling, make_batches
 from paceline.cli.app import app
-from paceline.demo.assets import CALIBRATION_FOLDER, load_calibration, read_text
+from paceline.demo.assets import load_calibration, read_text
 from paceline.evaluation.sensitivity import RATIOS, measure_layers
 from paceline.plan import Plan
+from paceline.shipped import CALIBRATION_FOLDER
 
 TEXTS = ("prose", "german")
 SMALL = ("--tokens", "512", "--batch-size", "2", "--sequence-length", "128")

@@ -19,9 +19,9 @@ from lm_eval.tasks import TaskManager
 from typer.testing import CliRunner
 
 from paceline.cli.app import app
-from paceline.demo.assets import MODEL_FOLDER, TASK_FOLDER
-from paceline.engines.facts import Facts
 from paceline.evaluation.harness import PacelineLM
+from paceline.facts import Facts
+from paceline.shipped import MODEL_FOLDER, TASK_FOLDER
 
 TASKS = ["paceline_continuation", "paceline_copy", "paceline_passage"]
 

@@ -9,8 +9,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from paceline.engines import stand_in_kernels
 from paceline.routing.kernels import triton_kernels as kernels
+from paceline.stand_ins import kernels as stand_in_kernels
 
 
 def build(kernel: Any, types: list[str], constants: dict[str, Any], warps: int = 4) -> None:

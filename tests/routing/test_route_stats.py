@@ -15,7 +15,8 @@ from strategies import placements
 
 from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, route
 from paceline.balance import straggler_loss
-from paceline.routing.stats import LayerStats, LoadAccumulator
+from paceline.routing.layer_stats import LayerStats
+from paceline.routing.stats import LoadAccumulator
 
 POLICIES: list[dict[str, Any]] = [
     {"capacity_factor": 0.75},

@@ -16,7 +16,7 @@ import torch
 
 from paceline import CapacityPolicy, RoutingInputs, attach
 from paceline.demo.assets import load_model, read_text
-from paceline.engines.facts import Facts
+from paceline.facts import Facts
 from paceline.plan import Plan
 from paceline.traces import TraceError, open_trace
 from paceline.traces.loads import trace_loads

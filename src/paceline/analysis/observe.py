@@ -10,13 +10,13 @@ from paceline.analysis.degenerate import LayerEvidence, reasons
 from paceline.analysis.loads import busiest, combine_peaks
 from paceline.balance import straggler_loss
 from paceline.batches import Batch, Sampling, check_length, make_batches
-from paceline.engines.facts import Facts
-from paceline.engines.settings import PlacementsLike, PoliciesLike
+from paceline.facts import Facts
 from paceline.placement import ExpertPlacement
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
 from paceline.progress import Progress
 from paceline.routing import Assignment, RoutingInputs
+from paceline.settings import PlacementsLike, PoliciesLike
 from paceline.wording import placed
 
 SCHEMA = "paceline-loads/2"

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.engines.facts import Facts
 from paceline.engines.transformers import attach
 from paceline.engines.transformers.discovery import find_layers
+from paceline.facts import Facts
 from paceline.routing import Assignment, RoutingInputs
 
 

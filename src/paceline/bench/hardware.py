@@ -1,10 +1,7 @@
-"""Measure the experts of many layers on this machine, and fit the cost model's device to them.
+"""Measure the experts of many layers on this machine, for `hardware_fit`.
 
 What is timed are the experts as Transformers runs them (stacked weights, grouped products), with
-rows spread unevenly over them: one device's share of a layer. The fit is least squares of relative
-errors with coefficients that can't be negative; which rows are slow and how tiles are cut is chosen
-by the same error. How good it is, shapes say that took no part in it: some that never do, and each
-of the others when the fit is made again without it.
+rows spread unevenly over them: one device's share of a layer.
 
 What made fits hold on a busy machine: processor time, rounds in which all cases take turns, and
 many sizes, since one is as much as a sixth quicker or slower than its numbers say. With one round
@@ -14,7 +11,6 @@ many sizes, since one is as much as a sixth quicker or slower than its numbers s
 from __future__ import annotations
 
 import math
-import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -22,11 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from paceline.analysis.cost import LayerShape, device_seconds, padded_rows
-from paceline.analysis.hardware import Hardware
+from paceline.analysis.cost import LayerShape
 from paceline.bench.workload import Shape, build_experts
 
 FIT_SIZES = (
@@ -39,11 +33,6 @@ EXPERTS = 8
 MEAN_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 320)
 DECODE_ROWS = 4
 """Mean rows an expert up to which a case counts as decode: weights rule."""
-_GOOD = 0.15
-_SLOW = (0, 2, 4, 6, 8, 10, 12, 16, 24, 32, 64)
-_ENDLESS = 1e18  # per second: what takes no time of its own
-
-Table = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -63,30 +52,6 @@ class Timing:
     second_fastest: float = math.nan
 
 
-@dataclass(frozen=True)
-class Fit:
-    """A device fitted to timings.
-
-    Attributes:
-        hardware: the device.
-        errors: relative error of each timing of the fit.
-        held_out: of each timing that took no part in it.
-    """
-
-    hardware: Hardware
-    errors: tuple[float, ...]
-    held_out: tuple[float, ...]
-
-
-def within(errors: Sequence[float]) -> int:
-    """How many errors are at most 15%.
-
-    >>> within([0.15, -0.16, 0.0])
-    2
-    """
-    return int((np.abs(errors) <= _GOOD).sum())
-
-
 def is_decode(timing: Timing) -> bool:
     """Whether experts have so few rows that reading their weights is nearly all.
 
@@ -94,22 +59,6 @@ def is_decode(timing: Timing) -> bool:
     True
     """
     return sum(timing.rows) <= DECODE_ROWS * len(timing.rows)
-
-
-def left_out(timings: Sequence[Timing]) -> list[float]:
-    """The error of each timing under a fit to those of all other sizes.
-
-    Raises:
-        ValueError: if fewer than 8 timings are left for a fit.
-    """
-    sizes = {(t.shape.hidden, t.shape.expert_size) for t in timings}
-    errors = dict.fromkeys(range(len(timings)), 0.0)
-    for size in sizes:
-        mine = [n for n, t in enumerate(timings) if (t.shape.hidden, t.shape.expert_size) == size]
-        others = [t for n, t in enumerate(timings) if n not in mine]
-        found = fit(others, [timings[n] for n in mine]).held_out
-        errors |= dict(zip(mine, found, strict=True))
-    return list(errors.values())
 
 
 def measure(
@@ -200,125 +149,3 @@ def _now(device: torch.device) -> float:
         torch.cuda.synchronize(device)
         return time.perf_counter()
     return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
-
-
-def fit(
-    timings: Sequence[Timing],
-    held_out: Sequence[Timing] = (),
-    name: str = "this machine",
-    link: float | None = None,
-) -> Fit:
-    """The device whose times are nearest to the measured ones.
-
-    Args:
-        timings: to fit to.
-        held_out: to be judged by.
-        name: of the device.
-        link: bytes/s to other devices, which is not measured; None: as quick as memory.
-
-    Raises:
-        ValueError: for fewer than 8 timings.
-
-    >>> sizes = [(256, 128 * n) for n in range(1, 9)]
-    >>> ideal = Hardware("x", flops=1e12, memory=1e11, memory_size=1e9, link=1e9, tile=1)
-    >>> shapes = [LayerShape(*size, 8, 1, "fp32") for size in sizes]
-    >>> rows = [(10 * n, 3, n) for n in range(1, 9)]
-    >>> seen = [Timing(s, r, float(device_seconds([r], s, ideal)[0])) for s, r in zip(shapes, rows)]
-    >>> max(map(abs, fit(seen).errors)) < 1e-3
-    True
-    """
-    if len(timings) < 8:
-        raise ValueError(f"{len(timings)} timings are not allowed: a fit needs at least 8.")
-    tiles = (1,) if timings[0].shape.precision == "fp32" else (1, 16, 64, 128)
-    found = [_fit(timings, name, link, tile, slow) for tile in tiles for slow in _SLOW]
-    hardware = min(found, key=lambda h: float(np.square(_errors(h, timings)).sum()))
-    return Fit(hardware, tuple(_errors(hardware, timings)), tuple(_errors(hardware, held_out)))
-
-
-def _errors(hardware: Hardware, timings: Sequence[Timing]) -> list[float]:
-    return [float(device_seconds([t.rows], t.shape, hardware)[0]) / t.seconds - 1 for t in timings]
-
-
-def _fit(
-    timings: Sequence[Timing], name: str, link: float | None, tile: int, slow: int
-) -> Hardware:
-    """The terms of `device_seconds`, one column each, against the times."""
-    columns = []
-    for timing in timings:
-        rows = np.array(timing.rows, dtype=np.float64)
-        active, padded = float((rows > 0).sum()), padded_rows(rows, tile)
-        shape = timing.shape
-        columns.append(
-            [
-                1.0,
-                active,
-                active * shape.expert_bytes,
-                float(padded.sum()) * shape.row_flops,
-                float(np.minimum(padded, slow).sum()) * shape.row_flops,
-                float(rows.sum()) * shape.row_bytes,
-            ]
-        )
-    seconds = np.array([timing.seconds for timing in timings])
-    table = np.array(columns) / seconds[:, None]
-    scale = np.maximum(table.max(0), 1e-300)
-    launch, each, byte, flop, slower, moved = map(
-        float, non_negative(table / scale, np.ones(len(seconds))) / scale
-    )
-    flops, memory = _rate(flop), _rate(byte)
-    return Hardware(
-        name=name,
-        flops=flops,
-        memory=memory,
-        memory_size=_memory_size(),
-        link=memory if link is None else link,
-        network=memory if link is None else link,
-        launch=launch,
-        per_expert=each,
-        exchange=0.0 if link is None else 20e-6,
-        tile=tile,
-        slow_rows=slow if slower > 0 else 0,
-        slow_flops=1 / (slower + flop) if slower > 0 else 0.0,
-        activations=_rate(moved),
-        precision=timings[0].shape.precision,
-        source="paceline calibrate-hardware",
-    )
-
-
-def _rate(seconds: float) -> float:
-    return 1 / seconds if seconds > 1 / _ENDLESS else _ENDLESS
-
-
-def _memory_size() -> float:
-    if torch.cuda.is_available():
-        return float(torch.cuda.get_device_properties(0).total_memory)
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-
-
-def non_negative(table: Table, wanted: Table) -> Table:
-    """Least squares with coefficients >= 0 (Lawson and Hanson's active sets).
-
-    >>> non_negative(np.array([[1.0, 0.0], [0.0, 1.0]]), np.array([2.0, -1.0])).tolist()
-    [2.0, 0.0]
-    """
-    count = table.shape[1]
-    used = np.zeros(count, dtype=bool)
-    found = np.zeros(count)
-    for _ in range(3 * count * count):
-        slope = table.T @ (wanted - table @ found)
-        slope[used] = -np.inf
-        if used.all() or slope.max() <= 1e-10:
-            break
-        used[int(slope.argmax())] = True
-        while True:
-            tried = np.zeros(count)
-            tried[used] = np.linalg.lstsq(table[:, used], wanted, rcond=None)[0]
-            below = used & (tried <= 0)
-            if not below.any():
-                found = tried
-                break
-            # go as far as the first coefficient that reaches zero, and leave it out
-            step = np.min(found[below] / np.maximum(found[below] - tried[below], 1e-300))
-            found = found + step * (tried - found)
-            used &= found > 1e-14
-            found[~used] = 0.0
-    return found

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.bench.workload import Shape
-from paceline.engines.settings import read_placement
 from paceline.placement import ExpertPlacement
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
+from paceline.settings import read_placement
 
 DEVICES = 8
 """Emulated devices of a whole model, where no plan says how many."""

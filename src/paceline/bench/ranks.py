@@ -16,8 +16,8 @@ from paceline.bench.layer import NO_CAP, STAGES, Measured, share
 from paceline.bench.spread import shuffled
 from paceline.bench.workload import Workload
 from paceline.engines.transformers.expert_parallel import ExpertParallel
-from paceline.engines.transformers.expert_parallel_layer import decide
 from paceline.engines.transformers.expert_parallel_link import Link
+from paceline.engines.transformers.expert_parallel_routing import decide
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import Assignment, RoutingInputs

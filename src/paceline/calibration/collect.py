@@ -18,17 +18,17 @@ from torch import Tensor
 
 from paceline.batches import Batch, Sampling, check_length, make_batches
 from paceline.calibration.drops import CAPS
-from paceline.calibration.file import Calibration
-from paceline.calibration.identity import LayerIdentity
-from paceline.calibration.layer import LayerCalibration
 from paceline.calibration.layer_fit import FOLDS, fit_layer
 from paceline.calibration.rows import Rows, Seen
 from paceline.calibration.unfinished import Unfinished
-from paceline.engines.facts import Facts
+from paceline.facts import Facts
 from paceline.numbers import check_count
 from paceline.policy import CapacityPolicy
 from paceline.progress import Progress
 from paceline.routing import Assignment, RoutingInputs
+from paceline.stand_ins.file import Calibration
+from paceline.stand_ins.identity import LayerIdentity
+from paceline.stand_ins.layer import LayerCalibration
 
 MEMORY = 2 << 30
 """Bytes for the inputs of layers, beside the model and one expert's rows."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from paceline.calibration.identity import LayerIdentity
+from paceline.stand_ins.identity import LayerIdentity
 
 
 @dataclass(eq=False)

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.calibration.file import SCHEMA, Calibration, CalibrationError
-from paceline.calibration.layer import LayerCalibration
+from paceline.stand_ins.file import SCHEMA, Calibration, CalibrationError
+from paceline.stand_ins.layer import LayerCalibration
 
 FOLDER = "unfinished"
 """In the folder of a calibration, while it is made."""

@@ -49,7 +49,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     Raises:
         ValueError: naming the file, if config.json or a shard can't be read, or there is none.
 
-    >>> from paceline.demo.assets import MODEL_FOLDER
+    >>> from paceline.shipped import MODEL_FOLDER
     >>> open_checkpoint(MODEL_FOLDER).layers()[0].num_experts
     32
     """

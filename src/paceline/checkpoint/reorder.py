@@ -43,7 +43,7 @@ def wanted_maps(checkpoint: Checkpoint, plan: Plan) -> list[ExpertMap]:
             can't be had by ordering experts.
 
     >>> from paceline.checkpoint.folder import open_checkpoint
-    >>> from paceline.demo.assets import MODEL_FOLDER
+    >>> from paceline.shipped import MODEL_FOLDER
     >>> len(wanted_maps(open_checkpoint(MODEL_FOLDER), Plan(placements=(8,))))
     4
     """
@@ -101,7 +101,7 @@ def reorder(
 
     >>> from tempfile import TemporaryDirectory
     >>> from paceline.checkpoint.folder import open_checkpoint
-    >>> from paceline.demo.assets import MODEL_FOLDER
+    >>> from paceline.shipped import MODEL_FOLDER
     >>> turned = ExpertMap(tuple(reversed(range(32))), num_experts=32, num_devices=8)
     >>> with TemporaryDirectory() as parent:
     ...     reorder(open_checkpoint(MODEL_FOLDER), [turned], Path(parent) / "turned")

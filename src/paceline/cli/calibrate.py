@@ -11,9 +11,9 @@ from paceline.cli import model_options
 from paceline.cli.errors import guarded
 
 if TYPE_CHECKING:
-    from paceline.calibration.file import Calibration
     from paceline.plan import Plan
     from paceline.policy import CapacityPolicy
+    from paceline.stand_ins.file import Calibration
 
 PLAN = "plan.toml"
 """In the folder of a calibration, where placements were searched."""

@@ -85,13 +85,13 @@ def evaluate(
     texts = read_texts(text or [], model) if text or not wanted else {}
 
     from paceline.batches import Sampling
-    from paceline.calibration.file import Calibration
     from paceline.cli.progress import progress
     from paceline.evaluation.run import Job
     from paceline.evaluation.run import evaluate as run
     from paceline.evaluation.subject import Subject
     from paceline.evaluation.tables import markdown
     from paceline.files import to_json, write_text
+    from paceline.stand_ins.file import Calibration
 
     sampling = Sampling(tokens, batch_size, sequence_length)
     fitted = None if calibration is None else Calibration.load(calibration)
@@ -168,7 +168,7 @@ def _loaded(
     from paceline.evaluation.tasks import load_tasks
 
     if model == "demo":
-        from paceline.demo.assets import TASK_FOLDER
+        from paceline.shipped import TASK_FOLDER
 
         include = [TASK_FOLDER, *include]
     return load_tasks(wanted, include, shots)

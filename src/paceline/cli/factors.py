@@ -56,10 +56,10 @@ def factors(
     from dataclasses import replace
 
     from paceline.batches import Sampling
-    from paceline.calibration.file import Calibration
     from paceline.cli.models import load, read_texts
     from paceline.cli.progress import progress
     from paceline.evaluation.sensitivity import measure_layers
+    from paceline.stand_ins.file import Calibration
 
     texts = read_texts(text or [], model)
     folder = places.calibration_folder() if calibration is None else calibration

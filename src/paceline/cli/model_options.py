@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from paceline.shipped import CALIBRATION_FOLDER, DEMO
+
 
 class DTypeName(str, Enum):
     """Choices of --dtype."""
@@ -28,11 +30,7 @@ class ContentName(str, Enum):
 
 def calibration_folder(name: str) -> Path:
     """The folder of a calibration; `demo` is the one that comes with the demo model."""
-    if name != "demo":
-        return Path(name)
-    from paceline.demo.assets import CALIBRATION_FOLDER
-
-    return CALIBRATION_FOLDER
+    return CALIBRATION_FOLDER if name == DEMO else Path(name)
 
 
 ModelName = Annotated[str, typer.Argument(help="Model folder, hub name, or: demo.")]

@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
+from paceline.shipped import DEMO, MODEL_FOLDER
 from paceline.text import shortened
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-DEMO = "demo"
 DEMO_TEXT = "prose"
 
 
@@ -54,8 +54,6 @@ def folder_of(name: str) -> Path:
         ValueError: if there is no such model.
     """
     if name == DEMO:
-        from paceline.demo.assets import MODEL_FOLDER
-
         return MODEL_FOLDER
     _check_name(name)
     if Path(name).exists():

@@ -18,9 +18,9 @@ import typer
 
 from paceline.cli import model_options
 from paceline.cli.errors import guarded
+from paceline.shipped import DEMO
 
 CONTROL = "paceline.engines.vllm.control.PolicyControl"
-DEMO = "demo"
 
 
 @guarded
@@ -172,7 +172,7 @@ def untied_demo(folder: Path) -> str:
     """
     from safetensors.torch import load_file, save_file
 
-    from paceline.demo.assets import MODEL_FOLDER
+    from paceline.shipped import MODEL_FOLDER
 
     weights = load_file(MODEL_FOLDER / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()

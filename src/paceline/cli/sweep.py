@@ -68,12 +68,12 @@ def sweep(
         check_writable(out / "sweep.json") if out.exists() else check_writable(out)
 
     from paceline.batches import Sampling
-    from paceline.calibration.file import Calibration
     from paceline.cli.models import load, read_texts
     from paceline.cli.progress import progress
     from paceline.files import to_json, write_text
     from paceline.reporting.sweep_page import sweep_page
     from paceline.reporting.sweep_table import sweep_table
+    from paceline.stand_ins.file import Calibration
 
     texts = read_texts(text or [], model)
     fitted = None if calibration is None else Calibration.load(calibration)

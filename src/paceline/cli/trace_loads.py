@@ -32,7 +32,7 @@ def loads_of_trace(trace: Trace, plan: Plan, batch_tokens: int | None, json: boo
         ValueError: if the plan doesn't fit, or names a policy, or counts are to be cut.
     """
     from paceline.cli.progress import progress
-    from paceline.engines.settings import read_placement
+    from paceline.settings import read_placement
     from paceline.traces.loads import trace_loads
 
     if plan.policies:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
-from pathlib import Path
+import json
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from paceline.calibration.file import Calibration
+from paceline.shipped import CALIBRATION_FOLDER, DECODE_FILE, MODEL_FOLDER, SWEEP_FILE, TEXT_FOLDER
 
-_HERE = Path(str(files("paceline.demo")))
-MODEL_FOLDER = _HERE / "model"
-TEXT_FOLDER = _HERE / "text"
-CALIBRATION_FOLDER = _HERE / "calibration"
-TASK_FOLDER = _HERE / "tasks"
-"""Small tasks for lm-evaluation-harness; their card is README.md there."""
+if TYPE_CHECKING:
+    from paceline.stand_ins.file import Calibration
 
 
 def domains() -> list[str]:
@@ -42,8 +36,18 @@ def shipped_sweep() -> dict[str, Any] | None:
     """
     from paceline.evaluation.sweep_file import read_sweep
 
-    path = _HERE / "sweep.json"
-    return read_sweep(path) if path.is_file() else None
+    return read_sweep(SWEEP_FILE) if SWEEP_FILE.is_file() else None
+
+
+def shipped_decode() -> dict[str, Any] | None:
+    """What reading fewer experts costs the embedded model in decode; None where it is missing.
+
+    Made by benchmarks/active_experts.py and then `benchmarks/active_picture.py --ship`.
+    """
+    if not DECODE_FILE.is_file():
+        return None
+    result: dict[str, Any] = json.loads(DECODE_FILE.read_text(encoding="utf-8"))
+    return result
 
 
 def load_model() -> tuple[Any, Any]:
@@ -70,6 +74,6 @@ def load_calibration() -> Calibration:
     Raises:
         CalibrationError: if this installation carries none.
     """
-    from paceline.calibration.file import Calibration
+    from paceline.stand_ins.file import Calibration
 
     return Calibration.load(CALIBRATION_FOLDER)

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.demo.assets import shipped_sweep
+from paceline.demo.assets import shipped_decode, shipped_sweep
 from paceline.demo.plan import HEADLINE, KINDS
 from paceline.files import to_json, write_text
 from paceline.reporting import figures
+from paceline.reporting.decode_figure import decode_figure, decode_values
 from paceline.reporting.load_map import load_map
 from paceline.reporting.page import render
 from paceline.reporting.style import load_colours
@@ -28,16 +29,19 @@ def write_demo(results: Mapping[str, Any], folder: Path) -> None:
 
 def demo_page(results: Mapping[str, Any]) -> str:
     """The HTML page of a demo run."""
-    swept = shipped_sweep()
+    swept, decoded = shipped_sweep(), shipped_decode()
+    shipped = {"sweep": sweep_figure(swept)} if swept else {}
+    shipped |= {"decode": decode_figure(decoded)} if decoded else {}
     return render(
         "demo.html.j2",
-        {**demo_figures(results), **({"sweep": sweep_figure(swept)} if swept else {})},
+        {**demo_figures(results), **shipped},
         title="Paceline demo: stragglers in a Mixture-of-Experts model",
         results=results,
         kinds={kind: words.capitalize() for kind, words in KINDS.items()},
         chosen=_chosen(results),
         chosen_key=HEADLINE,
         floor=figures.FLOOR,
+        **decode_values(decoded),
         **sweep_values(swept, "; not in this run, its figures come with the package"),
     )
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from paceline.batches import Batch, mixed, separate, tokens_by_source
-from paceline.calibration.file import Calibration
 from paceline.demo.assets import load_calibration, load_model
 from paceline.demo.plan import BASELINE, DEVICES, KINDS, Plan
 from paceline.demo.results import describe, example, policies, stragglers
 from paceline.demo.study import PolicyRun, held_out, run_policy
 from paceline.demo.wording import findings
 from paceline.progress import Progress
+from paceline.stand_ins.file import Calibration
 
 """Called with steps done, steps in all and what was just done."""
 

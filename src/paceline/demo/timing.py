@@ -14,11 +14,11 @@ from paceline.bench.captured import capture
 from paceline.bench.emulated import split_by_device, time_in_turn
 from paceline.bench.machine import keep_freed_memory
 from paceline.bench.spread import ratios
-from paceline.calibration.file import Calibration
 from paceline.demo.plan import DEVICES, Entry
-from paceline.engines.compensation import Compensation
 from paceline.placement import ExpertPlacement
 from paceline.routing import route
+from paceline.stand_ins.compensation import Compensation
+from paceline.stand_ins.file import Calibration
 
 REPEATS = 2
 """Runs of a device in a round, the fastest of which counts."""

@@ -17,11 +17,10 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import Collator, normalize_gen_kwargs
 from torch import Tensor
 
-from paceline.engines.settings import PlacementsLike, PoliciesLike
 from paceline.engines.transformers import attach
 from paceline.plan import Plan
-
-DEMO = "demo"
+from paceline.settings import PlacementsLike, PoliciesLike
+from paceline.shipped import CALIBRATION_FOLDER, DEMO, MODEL_FOLDER
 
 Run = Callable[[], list[Any]]
 AroundBatch = Callable[[list[Any], Run], list[Any]]
@@ -76,12 +75,8 @@ class PacelineLM(HFLM):  # type: ignore[misc]
         **hf: Any,
     ) -> None:
         if isinstance(pretrained, str) and pretrained == DEMO:
-            from paceline.demo.assets import MODEL_FOLDER
-
             pretrained = str(MODEL_FOLDER)
         if isinstance(calibration, str) and calibration == DEMO:
-            from paceline.demo.assets import CALIBRATION_FOLDER
-
             calibration = CALIBRATION_FOLDER
         read = Plan.load(plan) if isinstance(plan, str) else plan
         if devices is not None and (placement is not None or (read and read.placements)):

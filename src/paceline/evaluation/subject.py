@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from paceline.calibration.file import Calibration
-from paceline.calibration.identity import plain
-from paceline.engines.settings import PoliciesLike
 from paceline.evaluation.store import Store, digest
 from paceline.evaluation.tally import Tally
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
+from paceline.settings import PoliciesLike
+from paceline.stand_ins.file import Calibration
+from paceline.stand_ins.identity import plain
 
 BASELINE = "none"
 """Name of the run without a policy, which everything is compared with."""

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from paceline.engines.facts import Facts
+from paceline.facts import Facts
 from paceline.routing import Assignment, RoutingInputs
 from paceline.traces.format import Header, Layer, TraceError
 from paceline.traces.forward import Forward, Recorded, chunk_of

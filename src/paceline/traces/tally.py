@@ -13,7 +13,6 @@ import numpy.typing as npt
 import torch
 
 from paceline.balance import straggler_loss
-from paceline.engines.settings import read_placement
 from paceline.placement import ExpertPlacement
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
@@ -23,6 +22,7 @@ from paceline.routing.budget import places_on_host, units_of
 from paceline.routing.candidates import topk_candidates
 from paceline.routing.capacity import tokens_needed
 from paceline.routing.route import check_binding
+from paceline.settings import read_placement
 from paceline.traces.chunk import Chunk
 from paceline.traces.format import Header, Layer
 

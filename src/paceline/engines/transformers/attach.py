@@ -9,13 +9,6 @@ from typing import Any, TypeAlias
 from torch import nn
 from transformers import PreTrainedModel
 
-from paceline.calibration.file import Calibration
-from paceline.engines.settings import (
-    PlacementsLike,
-    PoliciesLike,
-    placement_for,
-    read_placement,
-)
 from paceline.engines.transformers.checks import check_model
 from paceline.engines.transformers.discovery import find_layers
 from paceline.engines.transformers.handle import Pace, read_model_policies
@@ -25,6 +18,13 @@ from paceline.engines.transformers.modules import LayerModules, spread_over_rank
 from paceline.engines.transformers.probe import Probe, count_experts, probe
 from paceline.engines.transformers.running import Running
 from paceline.plan import Plan
+from paceline.settings import (
+    PlacementsLike,
+    PoliciesLike,
+    placement_for,
+    read_placement,
+)
+from paceline.stand_ins.file import Calibration
 
 CalibrationLike: TypeAlias = "Calibration | str | os.PathLike[str] | None"
 

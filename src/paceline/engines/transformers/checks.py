@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.engines.facts import facts_for
 from paceline.engines.transformers.arguments import parameter_names
 from paceline.engines.transformers.forwards import free, stands_in
 from paceline.engines.transformers.labels import UserLabels
 from paceline.engines.transformers.layer import AttachedLayer
 from paceline.engines.transformers.modality import modality_tokens
+from paceline.facts import facts_for
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing.route import check_binding

@@ -12,7 +12,6 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from paceline.engines.facts import Facts
 from paceline.engines.transformers.arguments import (
     cache_of,
     cached_tokens,
@@ -24,6 +23,8 @@ from paceline.engines.transformers.arguments import (
 from paceline.engines.transformers.generation import Generation
 from paceline.engines.transformers.labels import NO_LABELS, UserLabels
 from paceline.engines.transformers.modality import modality_of, told_apart, tower_modality
+from paceline.engines.transformers.row_flags import both, known_to_be_all, subset_of
+from paceline.facts import Facts
 
 _T = TypeVar("_T")
 
@@ -158,14 +159,14 @@ class ForwardContext:
             return None
         valid = self._unpadded()
         if self._labels.valid is not None:
-            valid = _both(valid, self._labels.of("valid", *self.shape, self.device))
+            valid = both(valid, self._labels.of("valid", *self.shape, self.device))
         ended = None if self._generation is None else self._generation.ended
         if ended is not None and ended.shape[0] == self.shape[0]:
             running = (~ended).to(self.device)
             if self.shape[1] > 1:
                 running = running.repeat_interleave(self.shape[1])
-            valid = _both(valid, running)
-        return None if valid is None or _known_to_be_all(valid) else valid
+            valid = both(valid, running)
+        return None if valid is None or known_to_be_all(valid) else valid
 
     def _unpadded(self) -> Tensor | None:
         """[rows] bool, False for padding, as the forward's arguments say; None: no padding."""
@@ -304,7 +305,7 @@ class ForwardContext:
         """
         if per_token is None or per_token.shape[0] == rows:
             return per_token
-        index = self._subset(rows, layer)
+        index = subset_of(self.modality, rows, layer)
         if index is not None:
             return per_token[index]
         if per_token.dtype is torch.bool and bool(per_token.all()):
@@ -320,31 +321,3 @@ class ForwardContext:
             return {self.tower: torch.ones(rows, dtype=torch.bool, device=self.device)}
         found = self.modality
         return found and {m: self.rows_of(t, rows, layer) for m, t in found.items()}
-
-    def _subset(self, rows: int, layer: str) -> Tensor | None:
-        """[rows] indices into the batch of a layer that sees only text, or only other, tokens.
-
-        None where no such subset has that many rows.
-        """
-        if not self.modality:
-            return None  # all is text, or nobody knows
-        other = torch.stack(list(self.modality.values())).any(0)
-        named_other = any(word in layer for word in ("vision", "image", "visual"))
-        for members in (other, ~other) if named_other else (~other, other):
-            index = members.nonzero().flatten()
-            if len(index) == rows:
-                return index
-        return None
-
-
-def _known_to_be_all(flags: Tensor) -> bool:
-    """Whether all flags are set, where looking costs no wait: then layers needn't see them."""
-    host = type(flags) is Tensor and flags.is_cpu and not torch.compiler.is_compiling()
-    return host and bool(flags.all())
-
-
-def _both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """What both say; None says yes to all."""
-    if one is None or other is None:
-        return other if one is None else one
-    return one & other

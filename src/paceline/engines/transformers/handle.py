@@ -12,18 +12,18 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from paceline.calibration.identity import LayerIdentity
-from paceline.engines.facts import NO_FACTS, Facts
-from paceline.engines.settings import PoliciesLike, read_policies
 from paceline.engines.transformers.checks import check_layer, check_modalities
 from paceline.engines.transformers.config import load_policy
 from paceline.engines.transformers.context import ForwardContext
 from paceline.engines.transformers.layer import AttachedLayer, ReplacedExperts
 from paceline.engines.transformers.running import Running, Watcher
+from paceline.facts import NO_FACTS, Facts
 from paceline.numbers import check_count
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
-from paceline.routing.stats import LayerStats
+from paceline.routing.layer_stats import LayerStats
+from paceline.settings import PoliciesLike, read_policies
+from paceline.stand_ins.identity import LayerIdentity
 from paceline.text import shortened
 
 
@@ -122,12 +122,12 @@ class Pace:
         """
         everybody = self._running.watched_facts.scores
         self._running.before_forward = tuple(
-            layer.watch_router
+            layer.router_watch.ensure
             for layer, scored in zip(self._layers, wanted, strict=True)
             if (layer.scoring.rule is not None and (scored or everybody)) or not layer.ran_block
         )
-        for watch_router in self._running.before_forward:
-            watch_router()
+        for ensure_heard in self._running.before_forward:
+            ensure_heard()
 
     # -- what is known of the layers --------------------------------------------------------------
 

@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from paceline.calibration.identity import LayerIdentity, of_experts, of_router
-from paceline.calibration.layer import LayerCalibration
-from paceline.engines.compensation import Compensation
-from paceline.engines.facts import Facts
 from paceline.engines.transformers.context import ForwardContext
 from paceline.engines.transformers.execution import Execution
-from paceline.engines.transformers.forwards import (
-    StandIn,
-    argument_names,
-    bind,
-    first_argument,
-    stand_in,
-    stands_in,
-)
+from paceline.engines.transformers.forwards import StandIn, argument_names, bind, stand_in
 from paceline.engines.transformers.modules import LayerModules
 from paceline.engines.transformers.probe import Probe
+from paceline.engines.transformers.router_watch import RouterWatch
 from paceline.engines.transformers.rules import LayerRule, layer_rule
 from paceline.engines.transformers.running import Running
 from paceline.engines.transformers.scores import Scoring, find_scoring
+from paceline.facts import Facts
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import Assignment, RoutingInputs, route
 from paceline.routing.priority import token_priorities
 from paceline.routing.stats import LoadAccumulator
+from paceline.stand_ins.compensation import Compensation
+from paceline.stand_ins.identity import LayerIdentity, of_experts, of_router
+from paceline.stand_ins.layer import LayerCalibration
 
 RunExperts: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(hidden [..., hidden], ids [tokens, slots], weights [tokens, slots]) -> [..., hidden]; an id
@@ -82,8 +74,7 @@ class AttachedLayer:
         self._replaced: ReplacedExperts | None = None
         self.compensation: Compensation | None = None
         self._stand_in: StandIn | None = None
-        self._router_watch: StandIn | _LastHook | None = None
-        self._router_double: Any = self  # the router's forward while it is heard by a stand-in
+        self.router_watch = RouterWatch(modules, running)
         # where only the router could be tried, that the block calls its experts is seen later
         self.ran_block = found.ran_block
         counted = placement or ExpertPlacement.per_expert(num_experts)
@@ -138,60 +129,10 @@ class AttachedLayer:
 
     def remove(self) -> None:
         """Put everything back as it was."""
-        for double in (self._router_watch, self._stand_in):
-            if double is not None:
-                double.undo()
-        self._router_watch = self._stand_in = None
-        self._router_double = self
-
-    def watch_router(self) -> None:
-        """Keep what the router says from here on, as the block gets it.
-
-        An adapter, a wrapper or a hook may be put on the router at any time, so this is asked
-        before every forward that may need scores.
-        """
-        router = self.modules.block._modules[self.modules.router_name]
-        assert router is not None  # found with it
-        known = router.__dict__.get("forward") is self._router_double
-        if known and not router._forward_hooks:
-            return
-        with self._running.changing:  # once, whatever other threads begin meanwhile
-            if self._running.switch.on and not self._hears_router():
-                self._listen_to_router()
-
-    def _hears_router(self) -> bool:
-        """Whether what is kept now is what the block gets."""
-        router, watch = self.modules.router, self._router_watch
-        if watch is None or watch.module is not router:
-            return False
-        hooks = router._forward_hooks
-        if isinstance(watch, _LastHook):
-            return next(reversed(hooks), None) == watch.key
-        return not hooks and stands_in(router.__dict__.get("forward")) is watch
-
-    def _listen_to_router(self) -> None:
-        router, watch = self.modules.router, self._router_watch
-        if watch is not None:
-            watch.undo()
-        self._router_double = self
-        if router._forward_hooks:  # what they change is what the block gets: be the last of them
-            handle = router.register_forward_hook(self._hear_router, with_kwargs=True)
-            self._router_watch = _LastHook(router, handle)
-            return
-        run = partial(self._run_router, router.forward)
-        self._router_watch = stand_in(router, self._running.switch, run)
-        self._router_double = router.__dict__["forward"]
-
-    def _run_router(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        out, running = run(*args, **kwargs), self._running
-        if running.switch.on:
-            given = args[0] if args else first_argument(args, kwargs)
-            running.threads.here.router[self.name] = (given, out)
-        return out
-
-    def _hear_router(self, _: Any, args: Any, *rest: Any) -> None:
-        if len(rest) == 2 and self._running.switch.on:  # else it was removed while the router ran
-            self._running.here.router[self.name] = (first_argument(args, rest[0]), rest[1])
+        self.router_watch.undo()
+        if self._stand_in is not None:
+            self._stand_in.undo()
+            self._stand_in = None
 
     # -- running ----------------------------------------------------------------------------------
 
@@ -339,22 +280,6 @@ class AttachedLayer:
             layer=self.index,
             step=step.to(ids.device) if isinstance(step, Tensor) else step,
         )
-
-
-@dataclass(frozen=True, eq=False)
-class _LastHook:
-    """A forward hook on a router that has others."""
-
-    module: nn.Module
-    handle: RemovableHandle
-
-    @property
-    def key(self) -> int:
-        """Of the hook among the module's."""
-        return self.handle.id
-
-    def undo(self) -> None:
-        self.handle.remove()
 
 
 def _known_whole(assignment: Assignment, ids: Tensor) -> bool:

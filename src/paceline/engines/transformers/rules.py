@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from paceline.engines.facts import Facts, facts_for
 from paceline.engines.transformers.context import ForwardContext
+from paceline.facts import Facts, facts_for
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing.active import rows_spared

@@ -13,7 +13,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from paceline.engines.facts import facts_for
+from paceline.facts import facts_for
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing.active import Hosts, hosts_of, weight_unit

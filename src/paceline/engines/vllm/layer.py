@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.engines.facts import Facts, facts_for
 from paceline.engines.sharing import shares_budget, warn_of_sharing
 from paceline.engines.vllm import scores
 from paceline.engines.vllm.device import DeviceCap
@@ -19,13 +18,15 @@ from paceline.engines.vllm.policies import check_policy, never_binding
 from paceline.engines.vllm.savings import Experts
 from paceline.engines.vllm.stand_ins import StandIns
 from paceline.engines.vllm.tokens import Batch, current_batch, padding_of_forward
+from paceline.facts import Facts, facts_for
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import Assignment, RoutingInputs, route
 from paceline.routing.active import rows_spared
 from paceline.routing.capacity import tokens_needed
+from paceline.routing.layer_stats import LayerStats
 from paceline.routing.priority import token_priorities
-from paceline.routing.stats import LayerStats, LoadAccumulator
+from paceline.routing.stats import LoadAccumulator
 
 DROPPED = -1
 """The id of a dropped slot."""

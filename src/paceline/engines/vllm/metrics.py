@@ -10,7 +10,7 @@ from typing import Any
 from paceline.engines.vllm.environment import MULTIPROCESS
 from paceline.engines.vllm.layer import CappedLayer
 from paceline.engines.vllm.model import CappedModel
-from paceline.routing.stats import LayerStats
+from paceline.routing.layer_stats import LayerStats
 
 EVERY = 1.0  # seconds between two publications
 

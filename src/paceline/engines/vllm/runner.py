@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
-from paceline.engines.settings import read_placement
 from paceline.engines.vllm.environment import DEVICES, Wanted
 from paceline.engines.vllm.savings import Experts
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import RoutingInputs
 from paceline.routing.budget import Budget
+from paceline.settings import read_placement
 
 
 def experts_of(runner: Any) -> Experts | None:

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.model_loader import base_loader
 
-from paceline.calibration.file import Calibration
-from paceline.calibration.identity import LayerIdentity, of_experts, of_router
-from paceline.calibration.layer import LayerCalibration
-from paceline.engines.compensation import Compensation
 from paceline.engines.vllm.environment import CALIBRATION, Wanted, wanted
+from paceline.stand_ins.compensation import Compensation
+from paceline.stand_ins.file import Calibration
+from paceline.stand_ins.identity import LayerIdentity, of_experts, of_router
+from paceline.stand_ins.layer import LayerCalibration
 
 
 class StandIns:

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from paceline.calibration.layer import LayerCalibration
+from paceline.stand_ins.layer import LayerCalibration
 
 Tell = Callable[[Tensor, Tensor], None]
 """Told the sum of squared distances of dropped inputs, and of how many, 0-d tensors."""
@@ -128,7 +128,7 @@ class Compensation:
         self, out: Tensor, x: Tensor, local: Tensor, weights: Tensor, tell: Tell | None
     ) -> Tensor:
         """The dropped assignments alone, sorted by expert on the device: no size is read."""
-        from paceline.engines.stand_in_kernels import left_behind
+        from paceline.stand_ins.kernels import left_behind
 
         total, seen, expert = left_behind(
             x, local, weights, self._down, self._up, self._bias, self._shift

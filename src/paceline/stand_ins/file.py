@@ -16,11 +16,11 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from paceline.calibration.identity import LayerIdentity
-from paceline.calibration.layer import LayerCalibration, layer_from
 from paceline.files import whole_file
 from paceline.placement import ExpertPlacement
 from paceline.plan import Plan
+from paceline.stand_ins.identity import LayerIdentity
+from paceline.stand_ins.layer import LayerCalibration, layer_from
 
 FILE = "calibration.safetensors"
 """In the folder of a calibration."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _DIGITS = 16  # hexadecimal, of a SHA-256: by chance two are alike once in 2^64
 
@@ -64,13 +66,13 @@ def plain(name: str, t: Tensor) -> Iterator[tuple[str, Tensor]]:
     >>> [name for name, _ in plain("weight", torch.ones(2))]
     ['weight']
     """
-    t = _local(t)
-    flatten = getattr(t, "__tensor_flatten__", None)
-    if flatten is None:
-        yield name, t
+    part: Any = _local(t)
+    if not is_traceable_wrapper_subclass(part):
+        yield name, part
         return
-    for attribute in flatten()[0]:
-        yield from plain(f"{name}.{attribute}", getattr(t, attribute))
+    inside, _ = part.__tensor_flatten__()
+    for attribute in inside:
+        yield from plain(f"{name}.{attribute}", getattr(part, attribute))
 
 
 def _weights(module: nn.Module) -> list[tuple[str, Tensor]]:

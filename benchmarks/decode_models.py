@@ -1,0 +1,169 @@
+"""Random models whose decode steps are timed, and what such a step reads of their weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline import attach
+from paceline.bench.workload import Shape
+from paceline.stand_ins.file import Calibration
+from paceline.stand_ins.layer import LayerCalibration
+
+_PRODUCTS = ("mm", "addmm", "bmm", "linear", "matmul", "_grouped_mm")
+
+
+def random_model(shape: Shape, layers: int, dtype: torch.dtype, seed: int = 1) -> Any:
+    """A model of OLMoE's architecture with layers of this shape, its weights drawn at random."""
+    from transformers import OlmoeConfig, OlmoeForCausalLM
+
+    config = OlmoeConfig(
+        vocab_size=512,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_experts=shape.experts,
+        num_experts_per_tok=shape.k,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    with torch.device("meta"):
+        model = OlmoeForCausalLM(config).to(dtype)
+    model = model.to_empty(device="cpu").eval()
+    rng = torch.Generator().manual_seed(seed)
+    small = type(config)(**config.to_dict())
+    small.num_experts, small.intermediate_size, small.vocab_size = 8, 8, 8
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.fill_(1)
+            else:
+                weight.uniform_(-0.03, 0.03, generator=rng)
+        for name, buffer in OlmoeForCausalLM(small).named_buffers():
+            model.get_buffer(name).copy_(buffer)  # positions, which to_empty forgot
+    model.set_experts_implementation("grouped_mm")
+    return model
+
+
+def random_stand_ins(model: Any, rank: int = 16) -> Calibration:
+    """Stand-ins of a model of `random_model`, for their time: what they give means nothing."""
+    rng, layers = torch.Generator().manual_seed(0), []
+    hidden = model.config.hidden_size
+    with attach(model) as pace:
+        identity = pace.identity()
+    for layer in identity:
+        count = layer.num_experts
+        layers.append(
+            LayerCalibration(
+                name=layer.name,
+                k=layer.k,
+                router=layer.router,
+                experts=tuple(layer.experts.values()),
+                ridge=0.1,
+                explained=0.0,
+                explained_by_text=(0.0,),
+                placement=(),
+                bias=torch.zeros(count, hidden),
+                up=0.01 * torch.randn(count, hidden, rank, generator=rng).bfloat16(),
+                down=0.01 * torch.randn(count, rank, hidden, generator=rng).bfloat16(),
+                mean=torch.zeros(count, hidden),
+                ranks=torch.full((count,), rank),
+                loads=torch.ones(1, count, dtype=torch.int64),
+                output_norm=torch.ones(count),
+                residual_norm=torch.ones(count),
+                explained_by_expert=torch.zeros(count),
+            )
+        )
+    return Calibration(type(model).__name__, ("none",), (1,), "parts", tuple(layers))
+
+
+class WeightsRead(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, counts what matrix products read of a model's weights, below every Python layer.
+
+    It knows nothing of Paceline: it looks at each product that reaches torch, and of a grouped one
+    at which groups have rows.
+
+    Attributes:
+        bytes: of all weights that took part in a product.
+        experts: name of each experts module -> [experts] bool, read by anyone.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = 0
+        self.experts: dict[str, Tensor] = {}
+        self._known: dict[int, tuple[str, Tensor]] = {}
+        for name, weight in model.named_parameters():
+            self._known[weight.untyped_storage().data_ptr()] = (name.rsplit(".", 1)[0], weight)
+
+    def most_experts(self) -> float:
+        """How many experts a layer read, a mean over layers."""
+        return sum(int(read.sum()) for read in self.experts.values()) / len(self.experts)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if name in _PRODUCTS:
+            for given in args:
+                if isinstance(given, Tensor):
+                    self._read(given, kwargs.get("offs", args[2] if len(args) > 2 else None))
+        return out
+
+    def _read(self, given: Tensor, ends: Any) -> None:
+        module, weight = self._known.get(given.untyped_storage().data_ptr(), ("", None))
+        if weight is None:
+            return
+        size = weight.numel() * weight.element_size()
+        if weight.dim() == 3:
+            read = torch.diff(ends.long(), prepend=torch.zeros(1, dtype=torch.int64)) > 0
+            size = size // len(read) * int(read.sum())
+            self.experts[module] = self.experts.get(module, torch.zeros_like(read)) | read
+        self.bytes += size
+
+
+class Split:
+    """Where a step's processor time goes: in experts, in the rest of MoE blocks, elsewhere.
+
+    Args:
+        model: of `random_model`.
+        pace: its handle, which shall call the experts.
+    """
+
+    def __init__(self, model: Any, pace: Any) -> None:
+        self.experts = self.blocks = 0.0
+        self._began = 0.0
+        blocks = [layer.mlp for layer in model.model.layers]
+        self._undo: list[Callable[[], None]] = [pace.replace_experts(self._run)]
+        for block in blocks:
+            self._undo.append(block.register_forward_pre_hook(self._before).remove)
+            self._undo.append(block.register_forward_hook(self._after).remove)
+
+    def close(self) -> None:
+        """Listen no more."""
+        for undo in self._undo:
+            undo()
+
+    def of(self, seconds: float) -> Mapping[str, float]:
+        """The parts of a step that took so many seconds."""
+        routed = self.blocks - self.experts
+        return {"experts": self.experts, "routing": routed, "rest": seconds - self.blocks}
+
+    def _run(self, _: str, run: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        start = time.thread_time()
+        out: Tensor = run(hidden, ids, weights)
+        self.experts += time.thread_time() - start
+        return out
+
+    def _before(self, *_: Any) -> None:
+        self._began = time.thread_time()
+
+    def _after(self, *_: Any) -> None:
+        self.blocks += time.thread_time() - self._began
