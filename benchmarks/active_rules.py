@@ -23,7 +23,8 @@ class Step:
         ids: [steps, tokens, k] experts, the token's best first.
         weights: [steps, tokens, k] combine weights.
         scores: [steps, tokens, experts] gate scores.
-        devices: over which the experts are spread in order, equally many on each.
+        devices: over which the experts are spread, equally many on each.
+        order: [experts] all experts, device by device.
         norms: [experts] mean norm of what dropping each expert leaves; None if not calibrated.
         sequences: of how many steps each run of tokens consists: steps are in order within.
     """
@@ -32,6 +33,7 @@ class Step:
     weights: Tensor
     scores: Tensor
     devices: int
+    order: Tensor
     norms: Tensor | None
     sequences: int
 
@@ -50,10 +52,14 @@ class Step:
 
     def best(self, value: Tensor, most: int, devices: int | None = None) -> Tensor:
         """[steps, experts] bool: on each device the `most` of largest `value` [steps, experts]."""
-        by_device = value.view(len(value), devices or self.devices, -1)
-        order = by_device.argsort(dim=2, descending=True, stable=True)
-        rank = order.argsort(dim=2)
-        return ((rank < most) & (by_device > -torch.inf)).flatten(1)
+        by_device = value[:, self.order].view(len(value), devices or self.devices, -1)
+        rank = by_device.argsort(dim=2, descending=True, stable=True).argsort(dim=2)
+        best = ((rank < most) & (by_device > -torch.inf)).flatten(1)
+        return torch.zeros_like(best).index_copy(1, self.order, best)
+
+    def most_of_a_device(self, table: Tensor) -> Tensor:
+        """[steps] how many of `table` [steps, experts] bool the device with most has."""
+        return table[:, self.order].view(len(table), self.devices, -1).sum(2).amax(1)
 
 
 @dataclass

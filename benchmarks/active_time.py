@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from decode_models import Split, WeightsRead, random_model
+from decode_models import ProductTime, Split, WeightsRead, random_model
 
 from paceline import CapacityPolicy, ExpertPlacement, attach, route
 from paceline.bench.emulated import split_by_device
@@ -44,6 +44,9 @@ from paceline.environment import environment
 from paceline.files import to_json, write_text
 
 DEVICES = 8
+STEPS = 4
+"""In a row, of which the mean is taken where small differences matter."""
+
 Row = dict[str, Any]
 
 
@@ -101,6 +104,12 @@ def said(row: Row) -> str:
     )
     if row["bound"] > 1:
         line += f", bound {row['bound']:.3f}, {ratio['median'] / row['bound']:.3f} of it"
+    if "added" in row:
+        added = row["added"]
+        line += (
+            f", {1e3 * added['seconds']:.2f} ms more beside the products: "
+            f"{added['share']:.2%} ± {added['share_error']:.2%} of a step"
+        )
     if "split" in row:
         line += " " + ", ".join(f"{k} {1e3 * v:.1f} ms" for k, v in row["split"].items())
     return line
@@ -122,7 +131,9 @@ def results(
             "active_after": active[name],
             "bound": read[base] / read[name],
             "ratio": ratios(seconds[base], seconds[name]),
-            "median_error": median_error(seconds[base], seconds[name]),
+            "median_error": standard_error(
+                [a / b for a, b in zip(seconds[base], seconds[name], strict=True)]
+            ),
             "seconds": spread(seconds[name]),
         }
         for name in seconds
@@ -130,9 +141,9 @@ def results(
     ]
 
 
-def median_error(base: Sequence[float], other: Sequence[float], draws: int = 400) -> float:
-    """Standard error of the median ratio, by drawing rounds again with replacement."""
-    found, rng = [a / b for a, b in zip(base, other, strict=True)], random.Random(0)
+def standard_error(found: Sequence[float], draws: int = 400) -> float:
+    """Of the median of some rounds, by drawing them again with replacement."""
+    rng = random.Random(0)
     medians = [statistics.median(rng.choices(found, k=len(found))) for _ in range(draws)]
     return statistics.stdev(medians)
 
@@ -296,12 +307,14 @@ def steps_of_model(
     return rows
 
 
-def step_under(stepper: Stepper, policy: str | None, where: Any, turn: int) -> float:
-    """A step of the untouched model, or of the model attached for it."""
+def step_under(
+    stepper: Stepper, policy: str | None, where: Any, turn: int, steps: int = 1
+) -> float:
+    """Mean of some steps in a row of the untouched model, or of the model attached for them."""
     if policy is None:
-        return stepper.step(turn)
+        return statistics.mean(stepper.step(turn) for _ in range(steps))
     with attach(stepper.model, policy, where):
-        return stepper.step(turn)
+        return statistics.mean(stepper.step(turn) for _ in range(steps))
 
 
 def overhead(shape: Shape, dtype: torch.dtype, batches: list[int], rounds: int) -> list[Row]:
@@ -320,12 +333,25 @@ def overhead(shape: Shape, dtype: torch.dtype, batches: list[int], rounds: int) 
             layer = pace.stats().layers[0]
             assert layer.narrowed_forwards == 1
             assert layer.dropped == 0
+        beside: dict[str, list[float]] = {"untouched": [], "binds nothing": []}
         for turn in range(rounds + 1):
             for name in shuffled(list(seconds), turn):
-                spent = step_under(stepper, None if name == "untouched" else idle, placement, 0)
+                policy = None if name == "untouched" else idle
+                with ProductTime() as products:
+                    spent = step_under(stepper, policy, placement, 0, steps=STEPS)
                 if turn:
                     seconds[name].append(spent)
-        rows += results("untouched", seconds, active, read, batch)
+                    beside[name].append(spent - products.seconds / STEPS)
+        more = [a - b for a, b in zip(beside["binds nothing"], beside["untouched"], strict=True)]
+        step = statistics.median(seconds["untouched"])
+        added = {
+            "seconds": statistics.median(more),
+            "share": statistics.median(more) / step,
+            "share_error": standard_error(more) / step,
+        }
+        rows += [
+            row | {"added": added} for row in results("untouched", seconds, active, read, batch)
+        ]
     return rows
 
 
