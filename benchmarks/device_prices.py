@@ -33,7 +33,6 @@ from paceline.files import to_json, write_text
 from paceline.stand_ins.compensation import Compensation
 from paceline.stand_ins.layer import LayerCalibration
 
-BOUNDS = (1.25, 1.0, 0.75)
 STEPS, FIRST = 200, 0.02  # of the search for prices; the first step, a share of the scores' mean
 
 
@@ -136,6 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--sequences", type=int, default=16, help="of 256 tokens, judged, a text")
+    parser.add_argument("--bounds", type=float, nargs="+", default=[1.25, 1.0, 0.75])
     given = parser.parse_args()
     model, tokenizer = load_model()
     parts = held_out(tokenizer, 256, 2 * given.sequences)
@@ -145,9 +145,9 @@ def main() -> None:
     layers, base = Layers(model, calibration), Losses()
     Counts = tuple[Losses, list[float], list[float], list[float]]
     found: dict[tuple[float, Way], Counts] = {
-        (bound, way): (Losses(), [], [], []) for bound in BOUNDS for way in WAYS
+        (bound, way): (Losses(), [], [], []) for bound in given.bounds for way in WAYS
     }
-    total, done = len(judged) * (1 + len(BOUNDS) * (1 + len(WAYS))), 0
+    total, done = len(judged) * (1 + len(given.bounds) * (1 + len(WAYS))), 0
     with attach(model, None, DEVICES) as pace, progress() as tell:
 
         def run(batch: Batch, bound: float, way: Way) -> list[float]:
@@ -163,7 +163,7 @@ def main() -> None:
             base.add(batch, batch_losses(model, batch))
             end = pace.watch(layers.see, Facts(scores=True))
             undo = pace.replace_experts(layers.run)
-            for bound in BOUNDS:
+            for bound in given.bounds:
                 run(past, bound, Way("present", False, False))
                 prices = dict(layers.past)
                 for way in WAYS:
@@ -198,7 +198,8 @@ def main() -> None:
         "schema": "paceline-device-prices/1",
         "model": "demo",
         "devices": DEVICES,
-        "judged_tokens": base.predicted_tokens(),
+        "judged_tokens": sum(batch.ids.numel() for batch in judged),
+        "tokens_a_batch": judged[0].ids.numel(),
         "rows": rows,
         **environment(),
     }

@@ -138,11 +138,11 @@ def measure_layers(
                     alone: list[CapacityPolicy | None] = [None] * count
                     alone[layer] = policy.replace(capacity_factor=factor)
                     sums[layer, index] += divergence(base, run(alone, batch.ids))
-        if not any(layer.capped_forwards for layer in pace.stats().layers):
-            raise ValueError(
-                f'the cap of "{policy}" never applied: batches of {batches[0].ids.numel()} tokens '
-                "are too small for its min_expert_load."
-            )
+            if not any(layer.capped_forwards for layer in pace.stats().layers):
+                raise ValueError(
+                    f'the cap of "{policy}" never applied: batches of {batch.ids.numel()} tokens '
+                    "are too small for its min_expert_load."
+                )
         tokens = sum(batch.ids.numel() for batch in batches)
         weights = tuple(map(float, pace.row_costs()))
         names = tuple(pace.layers)
