@@ -8,7 +8,7 @@ say of the rule, not from their code.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +27,7 @@ class Step:
         order: [experts] all experts, device by device.
         norms: [experts] mean norm of what dropping each expert leaves; None if not calibrated.
         sequences: of how many steps each run of tokens consists: steps are in order within.
+        layer: index of the layer.
     """
 
     ids: Tensor
@@ -36,6 +37,7 @@ class Step:
     order: Tensor
     norms: Tensor | None
     sequences: int
+    layer: int = 0
 
     @property
     def experts(self) -> int:
@@ -140,6 +142,11 @@ def narrow(
 ) -> Rule:
     """At most `most` experts a device, those of the largest value."""
     return lambda step: keep_read(step, step.best(value(step), most, devices), renormalize)
+
+
+def by_layer(most: Sequence[int]) -> Rule:
+    """By weight, so many experts a device as `most` [layers] says for each layer."""
+    return lambda step: keep_read(step, step.best(by_weight(step), most[step.layer]))
 
 
 def sticky(most: int, bonus: float) -> Rule:
