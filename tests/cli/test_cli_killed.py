@@ -12,9 +12,9 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from paceline.calibration.file import Calibration
 
 from paceline import ExpertPlacement
-from paceline.calibration.file import Calibration
 from paceline.demo.assets import CALIBRATION_FOLDER
 from paceline.plan import Plan
 from paceline.traces import open_trace, sample, save_trace
