@@ -12,11 +12,11 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from paceline.calibration.file import Calibration
 
 from paceline import ExpertPlacement
-from paceline.demo.assets import CALIBRATION_FOLDER
 from paceline.plan import Plan
+from paceline.shipped import CALIBRATION_FOLDER
+from paceline.stand_ins.file import Calibration
 from paceline.traces import open_trace, sample, save_trace
 from paceline.traces.trace import Trace
 
