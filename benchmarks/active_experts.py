@@ -2,8 +2,9 @@
 
 Teacher-forced decode: one position of B sequences of held-out text is one step, decided as a decode
 step is, so that a pass over whole sequences judges all of their steps; the prompt's positions are
-left alone. Calibrated on the first half of each text, judged on the second. It is checked that a
-real decode with the attached model, token by token through its cache, gives the same losses.
+left alone. Stand-ins and the searched placement are those that come with the package, fitted on
+training text; judged on the second half of each held-out text. It is checked that a real decode
+with the attached model, token by token through its cache, gives the same losses.
 
     python benchmarks/active_experts.py --json benchmarks/results/active_experts.json
 """
@@ -25,10 +26,9 @@ from active_rules import Chosen, Rule, Step
 from torch import Tensor
 
 from paceline import attach
-from paceline.batches import Batch, Sampling
-from paceline.calibration.collect import calibrate
+from paceline.batches import Batch
 from paceline.cli.progress import progress
-from paceline.demo.assets import domains, load_model, read_text
+from paceline.demo.assets import domains, load_calibration, load_model, read_text
 from paceline.environment import environment
 from paceline.evaluation.perplexity import Losses, as_dict, change
 from paceline.files import to_json, write_text
@@ -70,7 +70,9 @@ class Judge:
         self.logits: dict[str, Tensor] = {}
 
     @contextmanager
-    def ruled(self, rule: Rule | None, stand_ins: bool, length: int) -> Iterator[Counts]:
+    def ruled(
+        self, rule: Rule | None, stand_ins: bool, placed: bool, length: int
+    ) -> Iterator[Counts]:
         """Inside, forwards of [sequences, length] are decided by `rule`."""
         counts, hooks = Counts(), []
         with attach(self.model, None, DEVICES) as pace:
@@ -85,6 +87,12 @@ class Judge:
                 layer: Compensation(found, None, torch.zeros(0))
                 for layer, found in zip(pace.layers, self.found.layers, strict=True)
             }
+            orders = {
+                layer: torch.tensor(found.placement).argsort(stable=True)
+                if placed
+                else torch.arange(len(found.experts))
+                for layer, found in zip(pace.layers, self.found.layers, strict=True)
+            }
             explained = {
                 layer: found.output_norm * (1 - found.explained_by_expert.clamp(0, 1)).sqrt()
                 if stand_ins
@@ -97,7 +105,9 @@ class Judge:
                     unchanged: Tensor = run(hidden, ids, w)
                     return unchanged
                 scores = self.logits[layer].float().softmax(1)
-                step, order = self.steps(ids, w, scores, explained[layer], length)
+                known = (orders[layer], explained[layer])
+                step, order = self.steps(ids, w, scores, known, length)
+                step.layer = pace.layers.index(layer)
                 chosen = rule(step)
                 self.count(counts, step, chosen)
                 new_ids, new_weights = ids.clone(), w.clone()
@@ -120,7 +130,12 @@ class Judge:
                     hook.remove()
 
     def steps(
-        self, ids: Tensor, weights: Tensor, scores: Tensor, norms: Tensor, length: int
+        self,
+        ids: Tensor,
+        weights: Tensor,
+        scores: Tensor,
+        known: tuple[Tensor, Tensor],
+        length: int,
     ) -> tuple[Step, Tensor]:
         """The decode steps among rows [sequences * length], and which rows they are in order."""
         rows = torch.arange(len(ids)).view(-1, self.batch, length)[:, :, self.prompt :]
@@ -132,15 +147,14 @@ class Judge:
             return x[order].view(-1, self.batch, x.shape[1])
 
         assert bool((weights[:, 1:] <= weights[:, :-1]).all())  # the best first
-        return Step(cut(ids), cut(weights), cut(scores), DEVICES, norms, positions), order
+        return Step(cut(ids), cut(weights), cut(scores), DEVICES, *known, positions), order
 
     def count(self, counts: Counts, step: Step, chosen: Chosen) -> None:
         """Add up what the steps read."""
         active = {"before": _active(step.ids, step), "after": _active(chosen.ids, step)}
         for when, table in active.items():
-            by_device = table.view(len(table), DEVICES, -1).sum(2)
-            counts.most[when] += int(by_device.amax(1).sum())
-            counts.total[when] += int(by_device.sum())
+            counts.most[when] += int(step.most_of_a_device(table).sum())
+            counts.total[when] += int(table.sum())
         after = active["after"].view(-1, step.sequences, step.experts)
         counts.new += int((after[:, 1:] & ~after[:, :-1]).sum())
         counts.steps += len(step.ids)
@@ -151,12 +165,16 @@ class Judge:
         counts.dropped += int(step.ids.numel() - kept.sum())
 
     def losses(
-        self, batches: list[Batch], rule: Rule | None, stand_ins: bool = False
+        self,
+        batches: list[Batch],
+        rule: Rule | None,
+        stand_ins: bool = False,
+        placed: bool = False,
     ) -> tuple[Losses, Counts]:
         """Losses of what decode steps predict, by text."""
         found = Losses()
         length = batches[0].ids.shape[1] - 1
-        with self.ruled(rule, stand_ins, length) as counts, torch.inference_mode():
+        with self.ruled(rule, stand_ins, placed, length) as counts, torch.inference_mode():
             for batch in batches:
                 logits = self.model(input_ids=batch.ids[:, :-1], use_cache=False).logits
                 judged = Batch(batch.ids[:, self.prompt :], batch.sources)
@@ -192,8 +210,14 @@ CHOICES = {
 ONE_DOMAIN = ("by random", "by votes", "by first votes")
 """Rules that are out after batches of one domain."""
 
+PLACED = "max_active, placed"
+"""Experts placed by the calibration, so that devices want fewer of theirs at once."""
+
 GOAL = {4: 2, 16: 3}
 """Batch size -> experts a device, of 4, that cut about a third and a quarter of what is read."""
+MIXED_LAYERS = {16: ((3, 2, 3, 3), (3, 2, 2, 3))}
+"""Experts a device by layer, fewer where that cost least on the other halves of the texts."""
+
 ONE_DEVICE = {4: (9, 6, 4), 16: (21, 16, 10)}
 """Experts of all 32 on a single device, about as many as the published ways read in all."""
 
@@ -204,6 +228,9 @@ def trials(batch: int) -> Iterator[tuple[str, dict[str, Any], Rule, bool]]:
     for most in (3, 2, 1):
         for stand_ins in (False, True):
             yield "max_active", {"most": most}, rules.narrow(rules.by_weight, most), stand_ins
+        yield PLACED, {"most": most}, rules.narrow(rules.by_weight, most), True
+    for layers in MIXED_LAYERS.get(batch, ()):
+        yield PLACED, {"most": list(layers)}, rules.by_layer(layers), True
     for most in ONE_DEVICE[batch]:
         for stand_ins in (False, True):
             rule = rules.narrow(rules.by_weight, most, devices=1)
@@ -273,29 +300,17 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=64, help="tokens decoded a sequence")
     parser.add_argument("--prompt", type=int, default=32, help="tokens before them, left alone")
     parser.add_argument("--batches", type=int, nargs="+", default=[4, 16])
-    parser.add_argument("--rank", type=int, default=16, help="of stand-ins")
     parser.add_argument("--families", nargs="+", help="only these, such as max_active or OEA")
-    parser.add_argument("--calibration", type=Path, help="folder of one made before")
+    parser.add_argument("--calibration", type=Path, help="another than that of the package")
     given = parser.parse_args()
     torch.set_num_threads(1)
     model, tokenizer = load_model()
-    halves: list[dict[str, str]] = [{}, {}]
-    for name in domains():
-        text = read_text(name)
-        middle = len(text) // 2
-        halves[0][name], halves[1][name] = text[:middle], text[middle:]
+    found = load_calibration() if given.calibration is None else Calibration.load(given.calibration)
+    halves = {name: read_text(name) for name in domains()}
+    halves = {name: text[len(text) // 2 :] for name, text in halves.items()}
     with progress() as tell:
-        if given.calibration is not None and given.calibration.exists():
-            found = Calibration.load(given.calibration)
-        else:
-            sampling = Sampling(tokens=40000, batch_size=8, sequence_length=256)
-            found = calibrate(
-                model, tokenizer, halves[0], rank=given.rank, sampling=sampling, progress=tell
-            )
-            if given.calibration is not None:
-                found.save(given.calibration)
         length = given.prompt + given.length + 1
-        texts = sequences(tokenizer, halves[1], given.sequences, length)
+        texts = sequences(tokenizer, halves, given.sequences, length)
         data: dict[str, Any] = {
             "schema": "paceline-active-experts/1",
             "model": "demo",
@@ -333,7 +348,7 @@ def main() -> None:
                         continue
                     tell(done, len(wanted), f"rules, {kind}, batches of {batch}")
                     start = time.perf_counter()
-                    losses, counts = judge.losses(run, rule, stand_ins)
+                    losses, counts = judge.losses(run, rule, stand_ins, family == PLACED)
                     found_change = as_dict(change(base, losses))
                     row = {"kind": kind, "batch": batch, "family": family, **setting}
                     row |= {"stand_ins": stand_ins, "perplexity_change": found_change}

@@ -8,7 +8,7 @@ say of the rule, not from their code.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,17 +23,21 @@ class Step:
         ids: [steps, tokens, k] experts, the token's best first.
         weights: [steps, tokens, k] combine weights.
         scores: [steps, tokens, experts] gate scores.
-        devices: over which the experts are spread in order, equally many on each.
+        devices: over which the experts are spread, equally many on each.
+        order: [experts] all experts, device by device.
         norms: [experts] mean norm of what dropping each expert leaves; None if not calibrated.
         sequences: of how many steps each run of tokens consists: steps are in order within.
+        layer: index of the layer.
     """
 
     ids: Tensor
     weights: Tensor
     scores: Tensor
     devices: int
+    order: Tensor
     norms: Tensor | None
     sequences: int
+    layer: int = 0
 
     @property
     def experts(self) -> int:
@@ -50,10 +54,14 @@ class Step:
 
     def best(self, value: Tensor, most: int, devices: int | None = None) -> Tensor:
         """[steps, experts] bool: on each device the `most` of largest `value` [steps, experts]."""
-        by_device = value.view(len(value), devices or self.devices, -1)
-        order = by_device.argsort(dim=2, descending=True, stable=True)
-        rank = order.argsort(dim=2)
-        return ((rank < most) & (by_device > -torch.inf)).flatten(1)
+        by_device = value[:, self.order].view(len(value), devices or self.devices, -1)
+        rank = by_device.argsort(dim=2, descending=True, stable=True).argsort(dim=2)
+        best = ((rank < most) & (by_device > -torch.inf)).flatten(1)
+        return torch.zeros_like(best).index_copy(1, self.order, best)
+
+    def most_of_a_device(self, table: Tensor) -> Tensor:
+        """[steps] how many of `table` [steps, experts] bool the device with most has."""
+        return table[:, self.order].view(len(table), self.devices, -1).sum(2).amax(1)
 
 
 @dataclass
@@ -134,6 +142,11 @@ def narrow(
 ) -> Rule:
     """At most `most` experts a device, those of the largest value."""
     return lambda step: keep_read(step, step.best(value(step), most, devices), renormalize)
+
+
+def by_layer(most: Sequence[int]) -> Rule:
+    """By weight, so many experts a device as `most` [layers] says for each layer."""
+    return lambda step: keep_read(step, step.best(by_weight(step), most[step.layer]))
 
 
 def sticky(most: int, bonus: float) -> Rule:

@@ -20,31 +20,37 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from decode_models import Split, WeightsRead, random_model
+from active_devices import calls, devices_in_turn
+from decode_models import (
+    ProductTime,
+    Row,
+    Split,
+    WeightsRead,
+    random_model,
+    results,
+    standard_error,
+)
 
-from paceline import CapacityPolicy, ExpertPlacement, attach, route
-from paceline.bench.emulated import split_by_device
+from paceline import ExpertPlacement, attach
 from paceline.bench.machine import prepare_machine
-from paceline.bench.spread import ratios, shuffled, spread
-from paceline.bench.workload import SHAPES, Shape, build_experts, skewed_workload
+from paceline.bench.spread import shuffled
+from paceline.bench.workload import SHAPES, Shape
 from paceline.engines.transformers.expert_parallel import place_experts
 from paceline.environment import environment
 from paceline.files import to_json, write_text
 
-DEVICES = 8
-Row = dict[str, Any]
+STEPS = 4
+"""In a row, of which the mean is taken where small differences matter."""
 
 
 def main() -> None:
@@ -101,116 +107,15 @@ def said(row: Row) -> str:
     )
     if row["bound"] > 1:
         line += f", bound {row['bound']:.3f}, {ratio['median'] / row['bound']:.3f} of it"
+    if "added" in row:
+        added = row["added"]
+        line += (
+            f", {1e3 * added['seconds']:.2f} ms more beside the products: "
+            f"{added['share']:.2%} ± {added['share_error']:.2%} of a step"
+        )
     if "split" in row:
         line += " " + ", ".join(f"{k} {1e3 * v:.1f} ms" for k, v in row["split"].items())
     return line
-
-
-def results(
-    base: str,
-    seconds: Mapping[str, list[float]],
-    active: Mapping[str, float],
-    read: Mapping[str, float],
-    batch: int,
-) -> list[Row]:
-    """A row of each policy beside `base`: experts, and bytes of weights, read in a step."""
-    return [
-        {
-            "batch": batch,
-            "policy": name,
-            "active_before": active[base],
-            "active_after": active[name],
-            "bound": read[base] / read[name],
-            "ratio": ratios(seconds[base], seconds[name]),
-            "median_error": median_error(seconds[base], seconds[name]),
-            "seconds": spread(seconds[name]),
-        }
-        for name in seconds
-        if name != base
-    ]
-
-
-def median_error(base: Sequence[float], other: Sequence[float], draws: int = 400) -> float:
-    """Standard error of the median ratio, by drawing rounds again with replacement."""
-    found, rng = [a / b for a, b in zip(base, other, strict=True)], random.Random(0)
-    medians = [statistics.median(rng.choices(found, k=len(found))) for _ in range(draws)]
-    return statistics.stdev(medians)
-
-
-# -- experts alone ---------------------------------------------------------------------------------
-
-
-def devices_of(shape: Shape, dtype: torch.dtype) -> list[torch.nn.Module]:
-    """The experts of each emulated device, a module of its own as on a real one."""
-    hosted = shape.experts // DEVICES
-    return [build_experts(shape, hosted, seed=device).to(dtype) for device in range(DEVICES)]
-
-
-def calls(shape: Shape, dtype: torch.dtype, _: list[int], rounds: int) -> list[Row]:
-    """What a device's experts take by how many have how many rows; devices take turns."""
-    devices = devices_of(shape, dtype)
-    hosted = shape.experts // DEVICES
-    cells = [(0, 1), *((n, 1) for n in (1, 2, 4, 8)), *((8, n) for n in (2, 3, 4, 8, 16))]
-    spent: dict[str, list[float]] = {f"{experts} {rows}": [] for experts, rows in cells}
-    with torch.inference_mode():
-        for turn in range(rounds + 1):
-            for number, name in enumerate(shuffled(list(spent), turn)):
-                experts, rows = map(int, name.split())
-                # the id one past the last is left out
-                ids = torch.randperm(hosted)[:experts] if experts else torch.tensor([hosted])
-                ids = ids.repeat_interleave(rows).unsqueeze(1)
-                hidden = torch.randn(len(ids), shape.hidden, dtype=dtype)
-                device = devices[(turn * len(spent) + number) % DEVICES]
-                start = time.thread_time()
-                device(hidden, ids, torch.ones_like(hidden[:, :1]))
-                if turn:
-                    spent[name].append(time.thread_time() - start)
-    return [
-        {"experts": experts, "rows": rows, "seconds": spread(spent[f"{experts} {rows}"])}
-        for experts, rows in cells
-    ]
-
-
-def devices_in_turn(shape: Shape, dtype: torch.dtype, batches: list[int], rounds: int) -> list[Row]:
-    """Every device of a layer in turn, so that none finds its weights in a core's cache."""
-    devices = devices_of(shape, dtype)
-    placement = ExpertPlacement.contiguous(shape.experts, DEVICES)
-    hosted, rows = shape.experts // DEVICES, []
-    for batch in batches:
-        given = skewed_workload(shape, batch, 1.3, placement)
-        inputs = given.gate(given.hidden)
-        work, active = {}, {}
-        for most in [None, *sorted({hosted * 3 // 4, hosted // 2, max(1, hosted // 4)})[::-1]]:
-            name = "none" if most is None else f"max_active={most}"
-            policy = CapacityPolicy(max_active=most, mode="enforce" if most else "observe")
-            a = route(inputs, policy, placement)
-            weights = a.topk_weights.to(dtype)
-            split = split_by_device(given.hidden.to(dtype), a.topk_ids, weights, placement)
-            work[name] = [replace(w, ids=w.ids - i * hosted) for i, w in enumerate(split)]
-            active[name] = float(a.active_after.max())
-        played: dict[str, list[list[float]]] = {name: [] for name in work}
-        with torch.inference_mode():
-            for turn in range(rounds + 1):
-                for name in shuffled(list(work), turn):
-                    each = zip(work[name], devices, strict=True)
-                    took = [device.run(experts)[1] for device, experts in each]
-                    if turn:  # the first touches everything once
-                        played[name].append(took)
-        seconds = {name: slowest_of(rounds_of) for name, rounds_of in played.items()}
-        rows += results("none", seconds, active, active, batch)
-    return rows
-
-
-def slowest_of(played: list[list[float]]) -> list[float]:
-    """[rounds] seconds of the device that mostly takes longest, of [rounds, devices].
-
-    The longest of each round would be whichever device another program held up.
-    """
-    by_device = list(zip(*played, strict=True))
-    return list(max(by_device, key=statistics.median))
-
-
-# -- a model of one layer --------------------------------------------------------------------------
 
 
 class Stepper:
@@ -296,12 +201,14 @@ def steps_of_model(
     return rows
 
 
-def step_under(stepper: Stepper, policy: str | None, where: Any, turn: int) -> float:
-    """A step of the untouched model, or of the model attached for it."""
+def step_under(
+    stepper: Stepper, policy: str | None, where: Any, turn: int, steps: int = 1
+) -> float:
+    """Mean of some steps in a row of the untouched model, or of the model attached for them."""
     if policy is None:
-        return stepper.step(turn)
+        return statistics.mean(stepper.step(turn) for _ in range(steps))
     with attach(stepper.model, policy, where):
-        return stepper.step(turn)
+        return statistics.mean(stepper.step(turn) for _ in range(steps))
 
 
 def overhead(shape: Shape, dtype: torch.dtype, batches: list[int], rounds: int) -> list[Row]:
@@ -320,12 +227,25 @@ def overhead(shape: Shape, dtype: torch.dtype, batches: list[int], rounds: int) 
             layer = pace.stats().layers[0]
             assert layer.narrowed_forwards == 1
             assert layer.dropped == 0
+        beside: dict[str, list[float]] = {"untouched": [], "binds nothing": []}
         for turn in range(rounds + 1):
             for name in shuffled(list(seconds), turn):
-                spent = step_under(stepper, None if name == "untouched" else idle, placement, 0)
+                policy = None if name == "untouched" else idle
+                with ProductTime() as products:
+                    spent = step_under(stepper, policy, placement, 0, steps=STEPS)
                 if turn:
                     seconds[name].append(spent)
-        rows += results("untouched", seconds, active, read, batch)
+                    beside[name].append(spent - products.seconds / STEPS)
+        more = [a - b for a, b in zip(beside["binds nothing"], beside["untouched"], strict=True)]
+        step = statistics.median(seconds["untouched"])
+        added = {
+            "seconds": statistics.median(more),
+            "share": statistics.median(more) / step,
+            "share_error": standard_error(more) / step,
+        }
+        rows += [
+            row | {"added": added} for row in results("untouched", seconds, active, read, batch)
+        ]
     return rows
 
 

@@ -1,9 +1,11 @@
-"""Random models whose decode steps are timed, and what such a step reads of their weights."""
+"""Random models whose decode steps are timed, what such a step reads, and rows of results."""
 
 from __future__ import annotations
 
+import random
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +13,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline import attach
+from paceline.bench.spread import ratios, spread
 from paceline.bench.workload import Shape
 from paceline.stand_ins.file import Calibration
 from paceline.stand_ins.layer import LayerCalibration
+
+Row = dict[str, Any]
 
 _PRODUCTS = ("mm", "addmm", "bmm", "linear", "matmul", "_grouped_mm")
 
@@ -129,6 +134,34 @@ class WeightsRead(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes += size
 
 
+class ProductTime:
+    """Inside, adds up the processor time of grouped matrix products: of reading experts.
+
+    What is left of a step is small beside them, so that what a cap adds to it can be told from the
+    noise of a machine that others use too.
+
+    Attributes:
+        seconds: so far.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._real = torch.nn.functional.grouped_mm
+
+    def __enter__(self) -> ProductTime:
+        torch.nn.functional.grouped_mm = self._timed
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        torch.nn.functional.grouped_mm = self._real
+
+    def _timed(self, *args: Any, **kwargs: Any) -> Tensor:
+        start = time.thread_time()
+        out = self._real(*args, **kwargs)
+        self.seconds += time.thread_time() - start
+        return out
+
+
 class Split:
     """Where a step's processor time goes: in experts, in the rest of MoE blocks, elsewhere.
 
@@ -167,3 +200,36 @@ class Split:
 
     def _after(self, *_: Any) -> None:
         self.blocks += time.thread_time() - self._began
+
+
+def results(
+    base: str,
+    seconds: Mapping[str, list[float]],
+    active: Mapping[str, float],
+    read: Mapping[str, float],
+    batch: int,
+) -> list[Row]:
+    """A row of each policy beside `base`: experts, and bytes of weights, read in a step."""
+    return [
+        {
+            "batch": batch,
+            "policy": name,
+            "active_before": active[base],
+            "active_after": active[name],
+            "bound": read[base] / read[name],
+            "ratio": ratios(seconds[base], seconds[name]),
+            "median_error": standard_error(
+                [a / b for a, b in zip(seconds[base], seconds[name], strict=True)]
+            ),
+            "seconds": spread(seconds[name]),
+        }
+        for name in seconds
+        if name != base
+    ]
+
+
+def standard_error(found: Sequence[float], draws: int = 400) -> float:
+    """Of the median of some rounds, by drawing them again with replacement."""
+    rng = random.Random(0)
+    medians = [statistics.median(rng.choices(found, k=len(found))) for _ in range(draws)]
+    return statistics.stdev(medians)

@@ -1,4 +1,4 @@
-"""A tiny Qwen3-Omni that speaks: the thinker writes, the talker says it; both have experts."""
+"""A tiny Qwen3-Omni that answers in speech: thinker and talker, which both have experts."""
 
 from __future__ import annotations
 

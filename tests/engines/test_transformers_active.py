@@ -284,22 +284,53 @@ def test_a_cap_that_drops_nothing_changes_no_bit(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "length", "routed"), [(1, 3, 0), (1, 4, 3), (8, 8, 0)], ids=["few", "more", "many"]
+    ("batch", "length", "ruled"), [(1, 3, 0), (1, 6, 1), (8, 8, 0)], ids=["few", "more", "many"]
 )
-def test_where_it_can_not_bind_nothing_is_routed(
-    model: Any, batch: int, length: int, routed: int
+def test_where_it_does_not_bind_nothing_is_routed(
+    model: Any, batch: int, length: int, ruled: int
 ) -> None:
-    """3 tokens of 2 choices want at most 6 of a device's 8 experts; 64 tokens are too many."""
+    """3 tokens of 2 choices want at most 6 of a device's 8 experts; 64 tokens are too many.
+
+    6 may want more, and whether they do is seen before anything is routed.
+    """
     given = {"input_ids": tiny_models.inputs(batch=batch, length=length)["input_ids"]}
     want = output(model, given)
     with (
         patch.object(attached_layer, "route", wraps=attached_layer.route) as route,
-        attach(model, "max_active=6", 1),
+        attach(model, "max_active=6", 1) as pace,
     ):
         got = output(model, given)
-        assert route.call_count == routed
-    if not routed:
+        layers = pace.stats().layers
+        assert route.call_count == sum(layer.dropped > 0 for layer in layers)
+        assert [layer.narrowed_forwards for layer in layers] == [ruled] * 3
+    if not route.call_count:
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["max_active=3", "capacity_factor=0.5,max_active=3", "max_active=3,mode=shadow"],
+)
+def test_steps_that_are_not_routed_count_as_if_they_were(model: Any, policy: str) -> None:
+    """A watcher has every step routed; nothing else may differ, tokens and statistics."""
+    found = []
+    for watched in (False, True):
+        with attach(model, policy, 1) as pace:
+            if watched:
+                pace.watch(lambda *_: None)
+            outputs = []
+            for seed in range(12):
+                rng = torch.Generator().manual_seed(seed)
+                ids = torch.randint(1, 60, (1, 2 + seed % 5), generator=rng)
+                outputs.append(output(model, {"input_ids": ids}))
+            found.append((outputs, pace.stats().layers))
+    for got, want in zip(found[0][0], found[1][0], strict=True):
+        assert torch.equal(got, want)
+    for quick, routed in zip(found[0][1], found[1][1], strict=True):
+        assert 0 < quick.dropped < quick.assignments
+        mine, theirs = quick.to_dict(), routed.to_dict()
+        assert mine.pop("gate_mass_kept") == pytest.approx(theirs.pop("gate_mass_kept"), abs=1e-9)
+        assert mine == theirs
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])

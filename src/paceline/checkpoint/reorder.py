@@ -12,7 +12,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,17 +83,21 @@ def reorder(
     maps: Sequence[ExpertMap],
     out: Path,
     progress: Progress | None = None,
+    plan: Plan | None = None,
+    check: Callable[[Path], None] | None = None,
 ) -> None:
     """Write the checkpoint with expert `maps[layer].slots[i]` in place i of each layer.
 
-    Files beside the weights are copied; subfolders are not. Where anything fails nothing is left
-    behind.
+    Files beside the weights are copied; subfolders are not. The folder gets its name when it is
+    complete; where anything fails nothing is left behind.
 
     Args:
         checkpoint: to read.
         maps: of every layer with experts, in order, or one for all.
         out: folder to be made.
         progress: told shards done, shards in all and the last one.
+        plan: that the maps are of; what becomes of it for the new order is written beside.
+        check: called with the complete folder before it gets its name; what it raises is raised.
 
     Raises:
         ValueError: if the maps don't fit the checkpoint, or it can't be reordered.
@@ -132,6 +136,10 @@ def reorder(
                 progress(done, len(checkpoint.shards), shard)
         _copy_beside(checkpoint, made, new_name)
         _write_order(checkpoint, maps, made)
+        if plan is not None:
+            reordered_plan(plan, maps).save(made / "plan.toml")
+        if check is not None:
+            check(made)
         made.chmod(0o755)
         made.rename(out)
     except BaseException:

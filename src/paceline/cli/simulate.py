@@ -144,8 +144,9 @@ def _show(result: Mapping[str, Any]) -> None:
     )
     if too_small:
         console.print(
-            "Some batches are below min_expert_load, where nothing is capped: min_expert_load=0 in "
-            "a policy caps them too.",
+            "Some batches are below min_expert_load, where capacity_factor caps nothing (unless a "
+            "policy says min_expert_load=0) and max_active does: they wait for weights, so what it "
+            "gains there is the ratio of Active, not Gain.",
             markup=False,
         )
     for note in result["notes"]:

@@ -11,6 +11,9 @@ from fractions import Fraction
 from functools import lru_cache
 from math import ceil
 
+import numpy as np
+from torch import Tensor
+
 from paceline.placement import ExpertPlacement
 from paceline.routing.capacity import MAX_TOKENS
 
@@ -87,3 +90,40 @@ def rows_spared(max_active: int | float | None, placement: ExpertPlacement | Non
         return MAX_TOKENS
     allowed = [(n, most_active(max_active, n)) for n in set(placement.sizes)]
     return min((most // min(k, n) for n, most in allowed if most < n), default=MAX_TOKENS)
+
+
+class Limits:
+    """How many experts each device may read, for a look at a choice on the host.
+
+    Args:
+        placement: of the experts.
+        max_active: of the policy.
+    """
+
+    def __init__(self, placement: ExpertPlacement, max_active: int | float) -> None:
+        self._device_of = np.array(placement.expert_to_device)
+        self._places = np.array([most_active(max_active, size) for size in placement.sizes])
+        self._fewest = min((most for most in self._places.tolist() if most), default=0)
+
+    def keep(self, ids: Tensor) -> bool:
+        """Whether no device has to read more than it may for `ids` [tokens, k] int64, on a CPU.
+
+        All ids are in [0, E), and all tokens count.
+
+        >>> from torch import tensor
+        >>> Limits(ExpertPlacement.contiguous(4, 2), 1).keep(tensor([[0, 2], [1, 2]]))
+        False
+        """
+        wanted = np.zeros(len(self._device_of), np.bool_)
+        wanted[ids.numpy()] = True
+        experts = self._device_of[wanted]
+        if len(experts) <= self._fewest:
+            return True
+        most = np.bincount(experts, minlength=len(self._places))
+        return bool((most <= self._places).all())
+
+
+@lru_cache(maxsize=256)
+def limits_of(placement: ExpertPlacement, max_active: int | float) -> Limits:
+    """The limits under this placement."""
+    return Limits(placement, max_active)

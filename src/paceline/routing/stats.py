@@ -64,6 +64,7 @@ class LoadAccumulator:
             self._active = torch.zeros((2, devices + 1), dtype=torch.int64, device=device)
             self._pending: list[tuple[Tensor, Tensor | None]] = []
             self._pending_rows = 0
+            self._whole: list[Tensor] = []  # gate mass of those that max_active left whole
             self._tallied: list[Tally] = []  # of routed forwards, on a CPU
 
     def __getstate__(self) -> dict[str, Any]:
@@ -72,18 +73,22 @@ class LoadAccumulator:
             state = {name: value for name, value in vars(self).items() if name != "_lock"}
             for name in ("_loads", "_counts", "_sums", "_worst", "_active", "_distance"):
                 state[name] = state[name].clone()
-            state["_pending"], state["_tallied"] = list(self._pending), list(self._tallied)
+            for name in ("_pending", "_whole", "_tallied"):
+                state[name] = list(state[name])
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _lock=threading.Lock())
 
-    def observe(self, topk_ids: Tensor, valid: Tensor | None = None) -> None:
+    def observe(
+        self, topk_ids: Tensor, valid: Tensor | None = None, whole: Tensor | None = None
+    ) -> None:
         """Count a forward that ran as the model chose; the tensors must not change afterwards.
 
         Args:
             topk_ids: [tokens, k] expert ids, any integer dtype.
             valid: [tokens] bool, or None: every token.
+            whole: [tokens, k] gate mass, where max_active ruled and every token counts; on a CPU.
         """
         if not (isinstance(topk_ids, Tensor) and topk_ids.dtype is torch.int64):
             topk_ids = expert_ids(topk_ids)
@@ -92,6 +97,8 @@ class LoadAccumulator:
             return
         with self._lock:
             self._pending.append((topk_ids, valid))
+            if whole is not None:
+                self._whole.append(whole.detach())
             self._pending_rows += topk_ids.shape[0]
             if len(self._pending) >= _FLUSH_FORWARDS or self._pending_rows >= _FLUSH_ROWS:
                 self._flush()
@@ -198,6 +205,11 @@ class LoadAccumulator:
         if self._pending:
             pending, self._pending, self._pending_rows = self._pending, [], 0
             self._count(pending)
+        if self._whole:
+            whole, self._whole = self._whole, []
+            for name in ("capped", "narrowed"):
+                self._counts[_COUNTS.index(name)] += len(whole)
+            self._sums[-2:] += sum(m.float().nan_to_num(nan=0.0).double().sum() for m in whole)
         if self._tallied:
             tallied, self._tallied = self._tallied, []
             before, after, counts, mass = zip(*tallied, strict=True)

@@ -155,6 +155,9 @@ class AttachedLayer:
             if self._replaced is None:
                 return self._original(hidden, ids, weights)
             return self._run(hidden, ids, weights)
+        if not watchers and not self._execution.wide_ids and rule.reads_all(context, ids):
+            self.loads.observe(ids, None, self._mass(rule, ids, weights, router))
+            return self._run(hidden, ids, weights)
         facts = (
             rule.facts
             if not watchers
@@ -183,6 +186,14 @@ class AttachedLayer:
                 tell=self.loads.add_distance,
             )
         return self._run_kept(hidden, ids, weights, assignment, leave)
+
+    def _mass(
+        self, rule: LayerRule, ids: Tensor, weights: Tensor, router: tuple[Tensor, Any] | None
+    ) -> Tensor:
+        """[tokens, k] gate mass of the model's choice, as routing is told it."""
+        if self.scoring.rule is None or not rule.scores or router is None:
+            return weights
+        return self.scoring(*router, ids.shape[0]).gather(1, ids)
 
     def _route(self, inputs: RoutingInputs, policy: CapacityPolicy) -> Assignment:
         return route(inputs, policy, self.placement)

@@ -13,7 +13,7 @@ MODALITY_OF_TYPE = {"image": 1, "video": 2, "audio": 3}
 
 _TOKEN_TYPES = ("mm_token_type_ids", "moe_mm_token_type_ids")
 _IDS_BESIDE = "talker_input_ids"
-"""What embeddings were made of: Qwen3-Omni's talker gets the thinker's, and these ids beside."""
+"""What embeddings were made of: Qwen3-Omni's talker is given the thinker's, these ids beside."""
 _TOWERS = {
     "pixel_values_videos": "video",
     "pixel_values": "image",

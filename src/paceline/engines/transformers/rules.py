@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
+import torch
+from torch import Tensor
+
 from paceline.engines.transformers.context import ForwardContext
 from paceline.facts import Facts, facts_for
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
-from paceline.routing.active import rows_spared
+from paceline.routing.active import Limits, limits_of, rows_spared
 from paceline.routing.capacity import tokens_needed
 
 
@@ -25,6 +28,7 @@ class LayerRule:
             sees tokens, on an accelerator and on a CPU.
         few: rows of this layer below which no capacity applies, likewise.
         spared: rows up to which max_active can't bind either.
+        limits: of max_active, None without one.
         together: whether other ranks decide with this one, so that it can't stay out alone.
         routes: whether the policy can drop anything, or count what would be dropped.
     """
@@ -34,6 +38,7 @@ class LayerRule:
     min_expert_load: tuple[float, float]
     few: tuple[int, int]
     spared: int
+    limits: Limits | None
     together: bool
     routes: bool
 
@@ -54,6 +59,18 @@ class LayerRule:
             # rows that may be padding may still be few tokens
             return context is not None and context.valid is None
         return self.policy.phase == "prefill" and context is not None and context.is_decode
+
+    def reads_all(self, context: ForwardContext, ids: Tensor) -> bool:
+        """Whether max_active rules and a look at `ids`, where that is no wait, finds none too many.
+
+        Most steps of a cap that hardly binds are such; routing would find the same, at a cost.
+        """
+        if self.limits is None or self.together or context.valid is not None:
+            return False
+        host = ids.is_cpu and ids.dtype is torch.int64 and type(ids) is Tensor
+        if not host or torch.compiler.is_compiling():
+            return False
+        return ids.shape[0] < self.few[True] and self.limits.keep(ids)
 
 
 def layer_rule(
@@ -79,7 +96,10 @@ def layer_rule(
     few = (tokens_needed(elsewhere, k, num_experts), tokens_needed(on_cpu, k, num_experts))
     facts = facts_for(policy)
     spared = rows_spared(policy.max_active, placement, k)
-    return LayerRule(policy, facts, (elsewhere, on_cpu), few, spared, together, policy.caps)
+    limits = None
+    if policy.caps and policy.max_active is not None and placement is not None:
+        limits = limits_of(placement, policy.max_active)
+    return LayerRule(policy, facts, (elsewhere, on_cpu), few, spared, limits, together, policy.caps)
 
 
 @lru_cache(maxsize=64)
