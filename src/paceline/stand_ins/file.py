@@ -25,7 +25,7 @@ from paceline.stand_ins.layer import LayerCalibration, layer_from
 FILE = "calibration.safetensors"
 """In the folder of a calibration."""
 
-SCHEMA = "paceline-calibration/2"
+SCHEMA = "paceline-calibration/3"
 _HEADER = "paceline"
 
 COVERED = 0.5
