@@ -58,7 +58,9 @@ def random_calibration(model: Any) -> Calibration:
         bias=torch.randn(EXPERTS, HIDDEN), up=rank, down=rank.transpose(1, 2).contiguous(),
         mean=torch.randn(EXPERTS, HIDDEN), ranks=torch.full((EXPERTS,), RANK),
         loads=torch.ones(1, EXPERTS, dtype=torch.int64), output_norm=torch.ones(EXPERTS),
-        residual_norm=torch.ones(EXPERTS), explained_by_expert=torch.ones(EXPERTS),
+        residual_norm=torch.ones(EXPERTS), residual_log=torch.zeros(EXPERTS),
+        residual_slope=torch.randn(EXPERTS, HIDDEN).bfloat16() / HIDDEN,
+        explained_by_expert=torch.ones(EXPERTS),
     )  # fmt: skip
     return Calibration(type(model).__name__, ("random",), (1,), "parts", (found,))
 
@@ -125,14 +127,16 @@ def time_fit(experts: int) -> dict[str, Any]:
     text = torch.arange(len(x)) * 4 // len(x)
     device = torch.device("cpu")
     metric = torch.rand(ids.shape)
-    seen = Seen(run, [x], [ids], [metric], torch.float32, device)
+    seen = Seen(run, [x], [ids], [metric], [torch.ones(ids.shape)], device)
     rows = Rows(seen, layer, text, text, torch.zeros_like(text))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start, ends = time.process_time(), []
     fit_layer(rows, RANK, 4, None, lambda: ends.append(time.process_time()))
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    expert = (ends[-1] - ends[0]) / max(1, experts - 1) if experts > 1 else ends[-1] - start
-    ridge = (ends[0] - start - expert) / min(experts, RIDGE_EXPERTS)
+    # every expert is fitted twice, after ridges were tried
+    first = (ends[experts - 1] - ends[0]) / (experts - 1)
+    expert = first + (ends[-1] - ends[experts - 1]) / experts
+    ridge = (ends[0] - start - first) / min(experts, RIDGE_EXPERTS)
     layer_seconds = EXPERTS * expert + RIDGE_EXPERTS * ridge
     return {
         "rows_an_expert": each,
@@ -151,7 +155,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--experts", type=int, default=4)
+    parser.add_argument("--experts", type=int, default=4, help="to fit, 2 or more")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", choices=["layer", "fit"])
     given = parser.parse_args()

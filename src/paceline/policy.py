@@ -44,8 +44,9 @@ class CapacityPolicy(TextForms):
         unit: what is capped: a "device" (all its experts together) or each "expert".
         pool: tokens that share one budget: "batch", "source" (per source device) or "request".
         keep: which assignments survive: "score", "weight", "contribution" (the weight times the
-            mean norm of what dropping the expert leaves, from a calibration), "first", "last",
-            "random", or a name given to `paceline.register_keep`.
+            norm of what dropping leaves out: the expert's mean, or with compensate the one that is
+            expected at the token, from a calibration), "first", "last", "random", or a name given
+            to `paceline.register_keep`.
         min_expert_load: no cap while experts get fewer tokens than this on average;
             "auto" takes 64 on CUDA and 8 on CPU, 0 always caps.
         max_active: in a forward below min_expert_load, where weights dominate: at most so many

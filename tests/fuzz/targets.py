@@ -301,6 +301,8 @@ def _small_calibration() -> Calibration:
         loads=torch.ones(1, experts, dtype=torch.int64),
         output_norm=torch.ones(experts),
         residual_norm=torch.ones(experts),
+        residual_log=torch.zeros(experts),
+        residual_slope=torch.zeros(experts, hidden, dtype=torch.bfloat16),
         explained_by_expert=torch.ones(experts),
     )
     return Calibration("MixtralForCausalLM", ("a.txt",), (4,), "parts", (layer,))

@@ -139,7 +139,7 @@ def test_under_eplb_replicas_are_capped_and_ranked_by_their_experts_scores(
     capped.follow(policy)
     monkeypatch.setattr(layer, "current_batch", lambda rows: Batch(rows, True, tokens=rows))
     ids, combine = physical.clone(), weights.clone()
-    capped.cap(combine, ids, logits)
+    capped.cap(combine, ids, logits, logits)
     scores = logits.softmax(1).gather(1, logical)
     inputs = RoutingInputs(physical, weights, topk_scores=scores, num_experts=8)
     kept = route(inputs, policy, placement).kept

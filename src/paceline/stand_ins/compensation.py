@@ -21,7 +21,7 @@ _HAS_TRITON = find_spec("triton") is not None
 
 _LOW = (torch.bfloat16, torch.float16, torch.float32)  # what the kernels multiply
 
-_BUFFERS = ("_down", "_up", "_shift", "_bias", "_scale", "_local")
+_BUFFERS = ("_down", "_up", "_shift", "_bias", "_scale", "_local", "_norms", "_log", "_slope")
 
 
 class Compensation:
@@ -52,20 +52,31 @@ class Compensation:
             scale = torch.where(ranks > 0, 1 / ranks, 0)
             self._scale = scale.to(like.device, exact)  # [own] 1 / rank, 0 without a stand-in
             self._local = local.to(like.device)
-            norms = torch.stack([layer.output_norm, layer.residual_norm])
-            self._norms = _known(norms).to(like.device)
+            known = layer.output_norm > 0  # of the others nothing was seen
+            self._norms = _or_mean(layer.output_norm, known).to(like.device)
+            slope = layer.residual_slope.double()
+            log = _or_mean(layer.residual_log, known) - (slope * layer.mean).sum(1)
+            # of all experts, as who stays is decided for all
+            self._log = log.to(like.device, exact)  # [experts]
+            self._slope = slope.T.contiguous().to(like.device, exact)  # [hidden, experts]
         self._own = len(own)
 
-    def norms(self, compensate: bool, device: torch.device) -> Tensor:
-        """[experts] mean norm of what dropping an assignment leaves, with stand-ins or without.
+    def norms(self, hidden: Tensor, compensate: bool) -> Tensor:
+        """How much dropping an assignment leaves out of its token.
 
         Args:
+            hidden: [..., hidden] states of the tokens.
             compensate: whether stand-ins are added.
-            device: of the tokens.
+
+        Returns:
+            [experts] mean norm of the outputs; with stand-ins [tokens, experts] norm that is
+            expected of what a stand-in leaves of an output.
         """
-        if self._norms.device != device:  # the model was moved
-            self._norms = self._norms.to(device)
-        return self._norms[int(compensate)]
+        self._follow(hidden.device)
+        if not compensate:
+            return self._norms
+        x = hidden.detach().reshape(-1, hidden.shape[-1]).to(self._slope.dtype)
+        return torch.addmm(self._log, x, self._slope).float().exp()
 
     def __call__(
         self,
@@ -91,9 +102,7 @@ class Compensation:
         """
         if self._own == 0:
             return out
-        if self._local.device != ids.device:  # the model was moved
-            for name in _BUFFERS:
-                setattr(self, name, getattr(self, name).to(ids.device))
+        self._follow(ids.device)
         local = self._local[torch.where(dropped, ids.long(), -1)]
         x = hidden.reshape(-1, hidden.shape[-1])
         # where a graph is made or a device runs ahead, shapes must not depend on what was dropped
@@ -104,6 +113,11 @@ class Compensation:
             give = self._sorted if _HAS_TRITON and x.dtype in _LOW else self._dense
         flat = out.reshape(-1, out.shape[-1])
         return give(flat, x.to(self._down.dtype), local, weights, tell).reshape(out.shape)
+
+    def _follow(self, device: torch.device) -> None:
+        if self._local.device != device:  # the model was moved
+            for name in _BUFFERS:
+                setattr(self, name, getattr(self, name).to(device))
 
     def _dense(
         self, out: Tensor, x: Tensor, local: Tensor, weights: Tensor, tell: Tell | None
@@ -175,8 +189,7 @@ class Compensation:
         return total if rows is None else out.index_copy(0, rows, total.to(out.dtype))
 
 
-def _known(norms: Tensor) -> Tensor:
-    """[2, experts] norms; an expert that had no rows gets the mean of those that had some."""
-    some = norms[0] > 0
-    mean = norms[:, some].mean(1, keepdim=True) if bool(some.any()) else torch.ones(2, 1)
-    return torch.where(some, norms, mean)
+def _or_mean(values: Tensor, known: Tensor) -> Tensor:
+    """[experts] values; an expert that had no rows gets the mean of those that had some."""
+    mean = values[known].mean() if bool(known.any()) else torch.ones(())
+    return torch.where(known, values, mean)

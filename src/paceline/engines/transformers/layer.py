@@ -163,7 +163,7 @@ class AttachedLayer:
             if not watchers
             else Facts.union(rule.facts, *(asked for _, asked in watchers))
         )
-        inputs = self._inputs(context, facts, rule, ids, weights, router)
+        inputs = self._inputs(context, facts, rule, hidden, ids, weights, router)
         assignment = self._route(inputs, rule.policy)
         with torch.no_grad():
             if rule.routes:
@@ -246,6 +246,7 @@ class AttachedLayer:
         context: ForwardContext,
         facts: Facts,
         rule: LayerRule,
+        hidden: Tensor,
         ids: Tensor,
         weights: Tensor,
         router: tuple[Tensor, Any] | None,
@@ -275,7 +276,7 @@ class AttachedLayer:
             position = told(context.position)
         norms = None
         if policy.keep == "contribution" and self.compensation is not None:
-            norms = self.compensation.norms(policy.compensate, ids.device)
+            norms = self.compensation.norms(hidden, policy.compensate)
         step = context.step
         return RoutingInputs(
             topk_ids=ids,
