@@ -182,7 +182,7 @@ def quality_of_demo(batch: int, count: int, prompt: int = 32, length: int = 64) 
     groups = [
         Batch(part, (name,) * batch)
         for name, ids in sequences(tokenizer, texts, count, prompt + length + 1).items()
-        for part in ids.split(batch)
+        for part in torch.split(ids, batch)
     ]
     before, read = read_of_groups(model, groups, prompt, None, found)
     names = ["untouched", *policies(before, (False, True))]

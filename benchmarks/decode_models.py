@@ -89,7 +89,7 @@ def random_stand_ins(model: Any, rank: int = 16) -> Calibration:
     return Calibration(type(model).__name__, ("none",), (1,), "parts", tuple(layers))
 
 
-class WeightsRead(TorchDispatchMode):
+class WeightsRead(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, counts what matrix products read of a model's weights, below every Python layer.
 
     It knows nothing of Paceline: it looks at each product that reaches torch, and of a grouped one
@@ -101,7 +101,7 @@ class WeightsRead(TorchDispatchMode):
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
         self.experts: dict[str, Tensor] = {}
         self._known: dict[int, tuple[str, Tensor]] = {}

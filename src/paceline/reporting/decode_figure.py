@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
@@ -83,7 +83,7 @@ def decode_values(result: Mapping[str, Any] | None) -> dict[str, Any]:
     return {"decoded": result, "decoded_words": [] if result is None else decode_words(result)}
 
 
-def _order(point: Mapping[str, Any]) -> Sequence[Any]:
+def _order(point: Mapping[str, Any]) -> tuple[int, bool, bool, float]:
     return (point["batch"], point["stand_ins"], point["placed"], point["read"])
 
 
