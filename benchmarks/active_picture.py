@@ -19,10 +19,11 @@ from plotly.subplots import make_subplots
 
 from paceline.files import to_json, write_text
 from paceline.reporting.style import ACCENT, BEFORE, INK, axis, layout
+from paceline.shipped import DECODE_FILE
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "active_experts.json"
-SHIPPED = ROOT / "src" / "paceline" / "demo" / "decode.json"
+SHIPPED = DECODE_FILE
 WIDTH, HEIGHT = 1100, 520
 WAYS = {
     # name in the picture: family, stand-ins, colour, marker, dash

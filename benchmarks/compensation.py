@@ -5,7 +5,8 @@ text that the model was trained on: by default the one that comes with it. Sever
 fitted on disjoint texts, tell how much it depends on these:
 
     for third in 0 1 2; do
-      python examples/calibrate_demo_model.py --third $third --out .demo-build/third-$third
+      python examples/calibrate_demo_model.py --third $third --tokens 16384 \\
+        --out .demo-build/third-$third
     done
     python benchmarks/compensation.py --calibration .demo-build/third-0 \\
       --calibration .demo-build/third-1 --calibration .demo-build/third-2 \\
@@ -22,21 +23,25 @@ from typing import Any
 from paceline import CapacityPolicy, attach
 from paceline.batches import Batch, separate
 from paceline.cli.progress import progress
-from paceline.demo.assets import CALIBRATION_FOLDER, load_model
+from paceline.demo.assets import load_model
 from paceline.demo.plan import DEVICES
 from paceline.demo.study import balance, drops, flat, held_out, run_policy
 from paceline.environment import environment
 from paceline.evaluation.perplexity import Losses, as_dict, change
 from paceline.files import to_json, write_text
+from paceline.shipped import CALIBRATION_FOLDER
 from paceline.stand_ins.file import Calibration
 
-KEEPS = ("", ",compensate=true", ",compensate=true,keep=contribution")
-ROWS = (
-    *((f"capacity_factor=1{more}", placed) for placed in (False, True) for more in KEEPS),
-    *((f"capacity_factor=0.75{more}", True) for more in KEEPS[:2]),
-    *((f"capacity_factor=0.5{more}", placed) for placed in (False, True) for more in KEEPS[:2]),
-    *((f"capacity_factor=1,unit=expert{more}", False) for more in KEEPS),
+WAYS = ("", ",compensate=true", ",compensate=true,keep=contribution")
+CAPS = (
+    ("capacity_factor=1", False),
+    ("capacity_factor=1", True),
+    ("capacity_factor=0.75", True),
+    ("capacity_factor=0.5", False),
+    ("capacity_factor=0.5", True),
+    ("capacity_factor=1,unit=expert", False),
 )
+ROWS = tuple((cap + way, placed) for cap, placed in CAPS for way in WAYS)
 """Policies, and whether experts lie where the calibration places them."""
 
 
@@ -53,7 +58,7 @@ def main() -> None:
         judge = _Judge(model, batches, (1 + len(found) * len(ROWS)) * len(batches), tell)
         results = [judge.of(one) for one in found]
     data = {
-        "schema": "paceline-compensation/2",
+        "schema": "paceline-compensation/3",
         "model": "demo",
         "devices": DEVICES,
         "judged_tokens": sum(batch.ids.numel() for batch in batches),
@@ -70,9 +75,7 @@ def main() -> None:
             {
                 "policy": policy,
                 "placed": placed,
-                "mean_of_calibrations": statistics.fmean(
-                    result[row]["perplexity_change"]["mean"] for result in results
-                ),
+                **_spread([result[row]["perplexity_change"]["mean"] for result in results]),
                 "by_calibration": [result[row] for result in results],
             }
             for row, (policy, placed) in enumerate(ROWS)
@@ -82,6 +85,14 @@ def main() -> None:
     write_text(given.out, to_json(data), private=False)
 
 
+def _spread(changes: list[float]) -> dict[str, float]:
+    return {
+        "least_of_calibrations": min(changes),
+        "mean_of_calibrations": statistics.fmean(changes),
+        "most_of_calibrations": max(changes),
+    }
+
+
 class _Judge:
     """Runs every policy over the same batches."""
 
@@ -89,6 +100,7 @@ class _Judge:
         self._model, self._batches, self._total, self._tell = model, batches, total, tell
         self._done = 0
         self._base: Losses | None = None
+        self._alone: dict[int, dict[str, Any]] = {}  # rows that don't depend on a calibration
 
     def of(self, found: Calibration) -> list[dict[str, Any]]:
         """The rows of one calibration."""
@@ -100,6 +112,9 @@ class _Judge:
                 for row, (policy, placed) in enumerate(ROWS):
                     if placed is not places:
                         continue
+                    if row in self._alone:
+                        results[row] = self._alone[row]
+                        continue
                     run = run_policy(
                         self._model, pace, CapacityPolicy.parse(policy), self._batches, self._step
                     )
@@ -110,6 +125,8 @@ class _Judge:
                         "device_peak_to_mean": balance(layers, "after")["device_peak_to_mean"],
                         "stand_in_distance": _mean(x["stand_in_distance"] for x in layers),
                     }
+                    if not placed and "compensate" not in policy:
+                        self._alone[row] = results[row]
                     print(f"{policy} placed={placed}: {100 * after.mean:+.3f}%", flush=True)
         return [results[row] for row in range(len(ROWS))]
 

@@ -4,8 +4,9 @@
 
 Hidden size 2048, expert width 1024, 64 experts, 8 a token, 8 devices, rank 16, random weights. The
 cap is 0.87, so that 13% are dropped. Layers without and with stand-ins are timed in turn,
-processor time of one thread. The fit is timed for some experts with the rows that 65,536 tokens
-give each, and extended to the 64 experts of a layer.
+processor time of one thread; where other work makes the whole layer's time unsure, that of the
+stand-ins within it, over the layer alone, says more. The fit is timed for some experts with the
+rows that 65,536 tokens give each, and extended to the 64 experts of a layer.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import resource
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ from paceline.calibration.layer_fit import RIDGE_EXPERTS, fit_layer
 from paceline.calibration.rows import Rows, Seen
 from paceline.environment import environment
 from paceline.files import to_json, write_text
+from paceline.stand_ins.compensation import Compensation
 from paceline.stand_ins.file import Calibration
 from paceline.stand_ins.identity import LayerIdentity
 from paceline.stand_ins.layer import LayerCalibration
@@ -55,7 +58,9 @@ def random_calibration(model: Any) -> Calibration:
         bias=torch.randn(EXPERTS, HIDDEN), up=rank, down=rank.transpose(1, 2).contiguous(),
         mean=torch.randn(EXPERTS, HIDDEN), ranks=torch.full((EXPERTS,), RANK),
         loads=torch.ones(1, EXPERTS, dtype=torch.int64), output_norm=torch.ones(EXPERTS),
-        residual_norm=torch.ones(EXPERTS), explained_by_expert=torch.ones(EXPERTS),
+        residual_norm=torch.ones(EXPERTS), residual_log=torch.zeros(EXPERTS),
+        residual_slope=torch.randn(EXPERTS, HIDDEN).bfloat16() / HIDDEN,
+        explained_by_expert=torch.ones(EXPERTS),
     )  # fmt: skip
     return Calibration(type(model).__name__, ("random",), (1,), "parts", (found,))
 
@@ -66,8 +71,17 @@ def time_layer(tokens: int, rounds: int) -> dict[str, Any]:
     hidden = torch.randn(1, tokens, HIDDEN)
     block = model.model.layers[0].mlp
     policies = {"alone": POLICY, "with stand-ins": f"{POLICY},compensate=true"}
-    seconds: dict[str, list[float]] = {name: [] for name in policies}
+    seconds: dict[str, list[float]] = {name: [] for name in (*policies, "stand-ins")}
+    compensate = Compensation.__call__
+
+    def timed(*args: Any, **kwargs: Any) -> Tensor:
+        start = time.thread_time()
+        out = compensate(*args, **kwargs)
+        seconds["stand-ins"].append(time.thread_time() - start)
+        return out
+
     with (
+        patch.object(Compensation, "__call__", timed),
         attach(
             model,
             POLICY,
@@ -84,12 +98,14 @@ def time_layer(tokens: int, rounds: int) -> dict[str, Any]:
                 block(hidden)
                 if turn:  # the first round touches memory and code
                     seconds[name].append(time.thread_time() - start)
+        del seconds["stand-ins"][0]
         dropped = pace.stats().layers[0].dropped_share
     return {
         "tokens": tokens,
         "dropped_share": dropped,
         "seconds": seconds,
         "with_over_alone": ratios(seconds["with stand-ins"], seconds["alone"]),
+        "stand_ins_over_alone": ratios(seconds["stand-ins"], seconds["alone"]),
     }
 
 
@@ -111,14 +127,16 @@ def time_fit(experts: int) -> dict[str, Any]:
     text = torch.arange(len(x)) * 4 // len(x)
     device = torch.device("cpu")
     metric = torch.rand(ids.shape)
-    seen = Seen(run, [x], [ids], [metric], torch.float32, device)
+    seen = Seen(run, [x], [ids], [metric], [torch.ones(ids.shape)], device)
     rows = Rows(seen, layer, text, text, torch.zeros_like(text))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start, ends = time.process_time(), []
     fit_layer(rows, RANK, 4, None, lambda: ends.append(time.process_time()))
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    expert = (ends[-1] - ends[0]) / max(1, experts - 1) if experts > 1 else ends[-1] - start
-    ridge = (ends[0] - start - expert) / min(experts, RIDGE_EXPERTS)
+    # every expert is fitted twice, after ridges were tried
+    first = (ends[experts - 1] - ends[0]) / (experts - 1)
+    expert = first + (ends[-1] - ends[experts - 1]) / experts
+    ridge = (ends[0] - start - first) / min(experts, RIDGE_EXPERTS)
     layer_seconds = EXPERTS * expert + RIDGE_EXPERTS * ridge
     return {
         "rows_an_expert": each,
@@ -137,7 +155,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--experts", type=int, default=4)
+    parser.add_argument("--experts", type=int, default=4, help="to fit, 2 or more")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", choices=["layer", "fit"])
     given = parser.parse_args()

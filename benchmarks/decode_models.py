@@ -83,6 +83,8 @@ def random_stand_ins(model: Any, rank: int = 16) -> Calibration:
                 loads=torch.ones(1, count, dtype=torch.int64),
                 output_norm=torch.ones(count),
                 residual_norm=torch.ones(count),
+                residual_log=torch.zeros(count),
+                residual_slope=torch.zeros(count, hidden).bfloat16(),
                 explained_by_expert=torch.zeros(count),
             )
         )

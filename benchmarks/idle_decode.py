@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from paceline import attach
 from paceline.bench.machine import keep_freed_memory
 from paceline.bench.spread import spread
-from paceline.demo.assets import MODEL_FOLDER
 from paceline.environment import environment
+from paceline.shipped import MODEL_FOLDER
 
 RESULTS = Path(__file__).parent / "results" / "idle_decode.json"
 ATTACHED = {"observed": None, "idle cap": "capacity_factor=1.25"}

@@ -1,99 +1,142 @@
-"""Whether layers should have factors of their own under one bound on the model's time.
-
-Each layer of the demo model is capped alone first: what it costs tells how sensitive the layer is.
-Then the layers share a bound, the mean of their factors: the same factor for all, more room for the
-sensitive ones, and the reverse as a control. Layers are of one size, so that the mean of the
-factors is the model's expert time. Held-out texts, batches of 4,096 tokens of one text, 8 devices,
-with the calibration that comes with the model.
+"""Whether layers should have factors of their own under one bound on the model's expert time.
 
     python benchmarks/layer_factors.py --out benchmarks/results/layer_factors.json
+
+Factors are chosen as `paceline factors` does, on text that the demo model was trained on (from
+`.demo-build`, as examples/calibrate_demo_model.py takes it), and judged on the held-out texts:
+beside the same factor for all, and the reverse, more room where a cap costs little, as a control.
+Batches of 4,096 tokens of one text (2,048 for the choice), 8 devices, experts in order and placed
+by the calibration that comes with the model. The bound is counted: the mean over layers of the
+busiest device's rows.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import sys
 from pathlib import Path
 from typing import Any
 
 from paceline import CapacityPolicy, attach
-from paceline.batches import separate
+from paceline.batches import Sampling, separate
 from paceline.cli.progress import progress
-from paceline.demo.assets import load_calibration, load_model
+from paceline.demo.assets import load_model
 from paceline.demo.plan import DEVICES
 from paceline.demo.study import drops, flat, held_out, run_policy
 from paceline.environment import environment
 from paceline.evaluation.perplexity import as_dict, change
+from paceline.evaluation.sensitivity import measure_layers
 from paceline.files import to_json, write_text
+from paceline.plan import Plan
+from paceline.shipped import CALIBRATION_FOLDER
+from paceline.stand_ins.file import Calibration
 
-ALONE, BOUND, TILT = 0.75, 0.75, 0.2
-"""Factor of a layer capped alone; mean factor of all; distance of the extremes from the mean."""
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from calibrate_demo_model import training_texts
+
+BOUNDS = (1.0, 0.75, 0.5)
+TRIED = (0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.25, 1.6, 2.0)
+SETTINGS = ((False, True), (True, True), (False, False))
+"""Whether experts are placed, and whether dropped assignments leave their stand-ins."""
 
 
-def tilted(costs: Sequence[float], by: float) -> list[float]:
-    """Factors around the bound, in proportion to what layers cost; their mean is the bound.
-
-    >>> [round(factor, 3) for factor in tilted([1.0, 2.0, 3.0], by=0.1)]
-    [0.65, 0.75, 0.85]
-    """
-    mean = sum(costs) / len(costs)
-    most = max(abs(cost - mean) for cost in costs) or 1.0
-    return [round(BOUND + by * (cost - mean) / most, 4) for cost in costs]
+def mean_busiest(layers: list[list[Any]], when: str) -> float:
+    """Mean over batches and layers of the busiest device's rows, over a device's mean before."""
+    ratios: list[float] = [
+        max(layer[f"device_loads_{when}"]) * DEVICES / sum(layer["device_loads_before"])
+        for layer in flat(layers)
+    ]
+    return sum(ratios) / len(ratios)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--calibration", type=Path, default=CALIBRATION_FOLDER)
     parser.add_argument("--sequences", type=int, default=16, help="of 256 tokens, of each text")
+    parser.add_argument("--tokens", type=int, default=2048, help="of each text, for the choice")
     given = parser.parse_args()
     model, tokenizer = load_model()
     batches = separate(held_out(tokenizer, 256, given.sequences), 16)
-    layers, done = model.config.num_hidden_layers, 0
-    total = (1 + layers + 6) * len(batches)
-    calibration = load_calibration()
-    with progress() as tell, attach(model, None, DEVICES, calibration=calibration) as pace:
-
-        def step() -> None:
-            nonlocal done
-            done += 1
-            tell(done, total, "batches judged")
-
-        base = run_policy(model, pace, None, batches, step).losses
-
-        def judged(factors: Sequence[float | None], compensate: bool = True) -> dict[str, Any]:
-            policies = [
-                CapacityPolicy(capacity_factor=factor, compensate=compensate) for factor in factors
-            ]
-            run = run_policy(model, pace, policies, batches, step)
-            after = change(base, run.losses)
-            print(f"{list(factors)} {compensate}: {100 * after.mean:+.3f}%", flush=True)
-            return {
-                "factors": list(factors),
-                "compensate": compensate,
-                "perplexity_change": as_dict(after),
-                **drops(flat(run.layers)),
-            }
-
-        alone = [
-            judged([ALONE if index == layer else None for index in range(layers)])
-            for layer in range(layers)
-        ]
-        costs = [row["perplexity_change"]["mean"] for row in alone]
-        shared = [
-            judged(tilted(costs, by), compensate)
-            for compensate in (True, False)
-            for by in (0.0, TILT, -TILT)
-        ]
-    data = {
-        "schema": "paceline-layer-factors/1",
+    texts = training_texts(given.tokens, None)
+    sampling = Sampling(given.tokens * len(texts), 8, 256)
+    calibration = Calibration.load(given.calibration)
+    data: dict[str, Any] = {
+        "schema": "paceline-layer-factors/2",
         "model": "demo",
         "devices": DEVICES,
+        "chosen_on_tokens": sampling.tokens,
         "judged_tokens": sum(batch.ids.numel() for batch in batches),
-        "alone": alone,
-        "shared": shared,
+        "settings": [],
         **environment(),
     }
-    write_text(given.out, to_json(data), private=False)
+    for placed, compensate in SETTINGS:
+        placements = calibration.plan().placements if placed else (DEVICES,)
+        base = CapacityPolicy(capacity_factor=1, compensate=compensate)
+        plan = Plan(placements=placements)
+        with progress() as tell:
+            found = measure_layers(
+                model, tokenizer, texts, base, plan=plan, calibration=calibration,
+                sampling=sampling, factors=TRIED, progress=tell,
+            )  # fmt: skip
+        rows = judge(model, batches, found, base, plan, calibration)
+        data["settings"].append({
+            "placed": placed, "compensate": compensate, "tried": found.factors,
+            "losses": found.losses, "rows": rows,
+        })  # fmt: skip
+        write_text(given.out, to_json(data), private=False)
+
+
+def judge(
+    model: Any, batches: Any, found: Any, base: CapacityPolicy, plan: Plan, calibration: Calibration
+) -> list[dict[str, Any]]:
+    """Every bound and way, batch by batch in turn."""
+    ways: dict[tuple[float, str], list[CapacityPolicy | None]] = {}
+    for bound in BOUNDS:
+        alike = base.replace(capacity_factor=bound)
+        own = found.share(alike)
+        turned = [2 * bound - (each.capacity_factor or 0.0) for each in own]
+        ways[bound, "alike"] = [alike] * len(own)
+        ways[bound, "chosen"] = list(own)
+        ways[bound, "reverse"] = [base.replace(capacity_factor=round(f, 4)) for f in turned]
+    runs: dict[Any, Any] = {}
+    with attach(model, None, plan=plan, calibration=calibration) as pace, progress() as tell:
+        for done, batch in enumerate(batches, start=1):
+            for key in (None, *ways):
+                policies = None if key is None else ways[key]
+                one = run_policy(model, pace, policies, [batch], lambda: None)
+                if key not in runs:
+                    runs[key] = one
+                    continue
+                for source in one.losses.sums:
+                    for name in ("sums", "tokens"):
+                        kept, new = getattr(runs[key].losses, name), getattr(one.losses, name)
+                        kept.setdefault(source, []).extend(new[source])
+                runs[key].layers += one.layers
+            tell(done, len(batches), "batches judged")
+    rows = []
+    for (bound, way), policies in ways.items():
+        run = runs[bound, way]
+        after = change(runs[None].losses, run.losses)
+        beside = change(runs[bound, "alike"].losses, run.losses)
+        row = {
+            "bound": bound,
+            "way": way,
+            "factors": [each.capacity_factor for each in policies if each],
+            "perplexity_change": as_dict(after),
+            "beside_alike": as_dict(beside),
+            "busiest_device_before": mean_busiest(run.layers, "before"),
+            "busiest_device": mean_busiest(run.layers, "after"),
+            **drops(flat(run.layers)),
+        }
+        rows.append(row)
+        print(
+            f"{bound} {way} {row['factors']}: {100 * after.mean:+.3f}% "
+            f"+- {100 * (after.standard_error or 0):.3f}%, beside alike {100 * beside.mean:+.3f}% "
+            f"+- {100 * (beside.standard_error or 0):.3f}%, busiest {row['busiest_device']:.4f}",
+            flush=True,
+        )
+    return rows
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 from paceline.batches import Sampling
 from paceline.calibration.collect import calibrate
 from paceline.cli.progress import Tell, progress
-from paceline.demo.assets import TASK_FOLDER, domains, load_model, read_text
+from paceline.demo.assets import domains, load_model, read_text
 from paceline.evaluation.run import Job, evaluate
 from paceline.evaluation.subject import Subject
 from paceline.evaluation.sweep import Axes, sweep
@@ -26,12 +26,12 @@ from paceline.files import to_json, write_text
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
 from paceline.reporting.sweep_table import sweep_table
+from paceline.shipped import SWEEP_FILE, TASK_FOLDER
 from paceline.stand_ins.file import Calibration
 
 TASKS = ("paceline_continuation", "paceline_copy", "paceline_passage")
 SAMPLING = Sampling(tokens=18432, batch_size=8, sequence_length=256)
 
-SHIPPED = Path(__file__).resolve().parents[1] / "src" / "paceline" / "demo" / "sweep.json"
 
 POLICIES = (
     "capacity_factor=1.25",
@@ -101,7 +101,7 @@ def main() -> None:
     }
     write_text(given.out, to_json(result), private=False)
     if given.what == "sweep" and given.ship:
-        write_text(SHIPPED, to_json(read_sweep(given.out)), private=False)
+        write_text(SWEEP_FILE, to_json(read_sweep(given.out)), private=False)
     print(sweep_table(result) if given.what == "sweep" else markdown(result))
 
 

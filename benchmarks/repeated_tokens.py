@@ -1,12 +1,13 @@
-"""A cap as protection: prompts of one repeated token beside usual ones, on two real ranks.
+"""A cap as protection: prompts of one repeated token beside usual ones, on real ranks.
 
     python benchmarks/repeated_tokens.py
+    python benchmarks/repeated_tokens.py --ranks 4
 
 A token that is repeated chooses nearly the same experts all along (arXiv 2512.23995), so all others
-wait for its device. Two gloo ranks hold half of the experts each and serve prompts of their own, of
-usual tokens or of the one token, out of a few hundred, whose experts lie most unevenly. All prompts
-and policies take turns within a round. Rows of each rank are exact; times depend on the machine.
-Writes results/repeated_tokens.json.
+wait for its device. Gloo ranks share the experts evenly and serve prompts of their own, of usual
+tokens or of the one token, out of a few hundred, whose experts lie most unevenly. All prompts and
+policies take turns within a round. Rows of each rank are exact; times depend on the machine, and
+with more ranks than cores they say little. Writes results/repeated_tokens_RANKS.json.
 """
 
 from __future__ import annotations
@@ -32,8 +33,7 @@ from paceline.environment import environment
 from paceline.facts import Facts
 from paceline.files import to_json, write_text
 
-RESULTS = Path(__file__).parent / "results" / "repeated_tokens.json"
-RANKS = 2
+RESULTS = Path(__file__).parent / "results"
 CAPS: dict[str, CapacityPolicy | None] = {
     "no cap": None,
     **{
@@ -45,13 +45,15 @@ CAPS: dict[str, CapacityPolicy | None] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sequences", type=int, default=4, help="prompts of a rank")
     parser.add_argument("--length", type=int, default=256, help="tokens of a prompt")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if "RANK" not in os.environ:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+        torchrun = ["-m", "torch.distributed.run", "--standalone"]
+        torchrun += ["--nproc-per-node", str(options.ranks)]
         threads = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         subprocess.run([sys.executable, *torchrun, *sys.argv], check=True, env=os.environ | threads)
         return
@@ -59,8 +61,10 @@ def main() -> None:
     torch.set_num_threads(1)
     found = {"demo": demo_part(options), "random": random_part(options)}
     if dist.get_rank() == 0:
-        data = {"program": "benchmarks/repeated_tokens.py", "ranks": RANKS, **found}
-        write_text(options.out, to_json({**data, **environment()}), private=False)
+        ranks = options.ranks
+        data = {"program": "benchmarks/repeated_tokens.py", "ranks": ranks, **found}
+        path = options.out or RESULTS / f"repeated_tokens_{ranks}.json"
+        write_text(path, to_json({**data, **environment()}), private=False)
     dist.destroy_process_group()
 
 
@@ -70,7 +74,7 @@ def main() -> None:
 def demo_part(options: argparse.Namespace) -> dict[str, Any]:
     """The embedded model: usual prompts are held-out texts of all domains."""
     model, tokenizer = load_model()
-    count, length = options.sequences * RANKS, options.length
+    count, length = options.sequences * options.ranks, options.length
     names = [domains()[i % len(domains())] for i in range(count)]
     texts = [tokenizer(read_text(name)[: 64 * length])["input_ids"] for name in names]
     usual = torch.tensor([ids[i : i + length] for i, ids in enumerate(texts)])
@@ -81,19 +85,22 @@ def random_part(options: argparse.Namespace) -> dict[str, Any]:
     """A random model of larger experts, which weigh more in its time; usual tokens are random."""
     model = random_model(layers=4, share=0.5)
     rng = torch.Generator().manual_seed(1)
-    shape = (options.sequences * RANKS, options.length)
+    shape = (options.sequences * options.ranks, options.length)
     return measure(model, torch.randint(1, 4096, shape, generator=rng), options)
 
 
-def worst_token(model: Any, length: int = 32) -> int:
+def worst_token(model: Any, ranks: int, length: int = 32) -> int:
     """Of 256 tokens the one that gives, repeated, most rows to one of the ranks, layer by layer."""
+    experts = model.config.num_experts
+    rank_of = torch.tensor(ExpertPlacement.contiguous(experts, ranks).expert_to_device)
     rng = torch.Generator().manual_seed(0)
     tokens = torch.randint(100, model.config.vocab_size, (256,), generator=rng)
     uneven = torch.zeros(256)
 
     def look(_: str, inputs: Any, __: object) -> None:
-        first = inputs.topk_ids.view(256, -1) < model.config.num_experts // RANKS
-        uneven.add_((first.float().mean(1) - 0.5).abs())
+        rank = rank_of[inputs.topk_ids.view(256, -1)]
+        shares = torch.nn.functional.one_hot(rank, ranks).float().mean(1)
+        uneven.add_(shares.max(1).values)
 
     with attach(model) as pace, torch.inference_mode():
         pace.watch(look, Facts())
@@ -106,11 +113,11 @@ def worst_token(model: Any, length: int = 32) -> int:
 
 def measure(model: Any, usual: Tensor, options: argparse.Namespace) -> dict[str, Any]:
     """Forwards of both kinds of prompt under every policy, in turns."""
-    token, rank = worst_token(model), dist.get_rank()
+    token, rank = worst_token(model, options.ranks), dist.get_rank()
     own = usual[rank * options.sequences : (rank + 1) * options.sequences]
     prompts = {"usual": own, "one repeated token": torch.full_like(own, token)}
     experts, layers = model.config.num_experts, model.config.num_hidden_layers
-    place_experts(model, [ExpertPlacement.contiguous(experts, RANKS)] * layers)
+    place_experts(model, [ExpertPlacement.contiguous(experts, options.ranks)] * layers)
     wall: dict[str, list[float]] = {}
     work: dict[str, list[list[float]]] = {}
     rows: dict[str, Tensor] = {}

@@ -158,6 +158,8 @@ def judge(
                 free = run_policy(model, pace, None, batches, lambda: None)
                 base, loads = free.losses, balance(flat(free.layers), "before")
             for text in POLICIES:
+                if placed and "expert" in text:
+                    continue  # the same as in order
                 for more in ("", ",compensate=true", ",compensate=true,keep=contribution"):
                     policy = CapacityPolicy.parse(text + more)
                     run = run_policy(model, pace, policy, batches, lambda: None)

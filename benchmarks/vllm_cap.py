@@ -180,7 +180,7 @@ def big_model(folder: Path) -> str:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from paceline.demo.assets import MODEL_FOLDER
+    from paceline.shipped import MODEL_FOLDER
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(

@@ -2,7 +2,7 @@
 
 `python examples/calibrate_demo_model.py` gets the training texts as `train_demo_model.py prepare`
 does, takes the first 12 kB of documents until each domain has enough tokens, and writes stand-ins
-of rank 24 and a placement on 8 devices to src/paceline/demo/calibration. The held-out texts, on
+of rank 27 and a placement on 8 devices to src/paceline/demo/calibration. The held-out texts, on
 which the demo judges, take no part. `--third 0`, `1` and `2` take disjoint thirds of the documents.
 """
 
@@ -47,8 +47,8 @@ def training_texts(tokens: int, third: int | None) -> dict[str, str]:
 def main(
     out: Annotated[Path, typer.Option(help="Folder to write to.")] = ROOT
     / "src/paceline/demo/calibration",
-    rank: Annotated[int, typer.Option(help="Of the stand-ins.")] = 24,
-    tokens: Annotated[int, typer.Option(help="Of each domain.")] = 16384,
+    rank: Annotated[int, typer.Option(help="Of the stand-ins.")] = 27,
+    tokens: Annotated[int, typer.Option(help="Of each domain.")] = 32768,
     third: Annotated[int | None, typer.Option(help="Of the documents, 0 to 2; else all.")] = None,
 ) -> None:
     if not (BUILD / "train").is_dir():

@@ -176,7 +176,8 @@ def route_oracle(inputs: Any, policy: Any, placement: Any = None) -> Expected:
         elif policy.keep == "weight":
             item.metric = item.weight
         elif policy.keep == "contribution":
-            norm = float(inputs.expert_norms.float()[item.expert])
+            norms = inputs.expert_norms.float()
+            norm = float((norms[item.token] if norms.dim() == 2 else norms)[item.expert])
             item.metric = float(np.float32(item.weight) * np.float32(norm))
         elif policy.keep == "first":
             item.metric = -item.token

@@ -196,7 +196,8 @@ def cases(
         decode = torch.from_numpy(rng.random(T) < draw(st.sampled_from([0.0, 0.3, 1.0])))
     norms = None
     if policy.keep == "contribution" or some():
-        norms = torch.from_numpy(rng.choice(np.float32([0, 0.5, 1, 1.5, 3]), size=E))
+        shape = E if some() else (T, E)
+        norms = torch.from_numpy(rng.choice(np.float32([0, 0.5, 1, 1.5, 3]), size=shape))
     layer, step = draw(st.sampled_from([(0, 0), (3, 17), (40, -1), (1, 2**31)]))
     tensors = {
         "topk_ids": t_ids,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -22,6 +23,14 @@ def test_structure_has_every_module_as_it_describes_itself() -> None:
     assert (ROOT / "docs" / "structure.md").read_text(encoding="utf-8") == made["page"](), (
         "run `make docs`"
     )
+
+
+def test_readme_shows_what_the_demo_measured_in_80_columns() -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "demo_table.py"))
+    measured = json.loads((ROOT / "benchmarks/results/demo.json").read_text(encoding="utf-8"))
+    shown = made["tables"](measured)
+    assert made["START"] + shown + made["END"] in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

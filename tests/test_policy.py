@@ -155,7 +155,8 @@ BAD: list[tuple[str, Any]] = [
     ("min_expert_load", np.arange(40)), ("keep", np.array(["score", "first"])),
     ("keep", torch.ones(3)), ("unit", ["device"]), ("mode", np.ones(2)), ("fill_to", (1, 2)),
     ("drop_first", {"smell": 1}), ("renormalize", np.ones(2)), ("expand_limit", np.ones(2)),
-    ("seed", "lucky"), ("seed", 0.5), ("seed", None),
+    ("seed", "lucky"), ("seed", 0.5), ("seed", None), ("seed", True), ("protect_first", True),
+    ("protect_first", np.True_), ("max_experts", True), ("expand_limit", False),
 ]  # fmt: skip
 
 

@@ -14,12 +14,21 @@ def whole_number(value: Any) -> int | None:
     """
     if type(value) is int:
         return value
-    if "bool" in str(getattr(value, "dtype", type(value))):
+    if is_flag(value):
         return None
     try:
         return operator.index(value)
     except (TypeError, ValueError, RuntimeError):  # an array of several, a tensor without data
         return None
+
+
+def is_flag(value: Any) -> bool:
+    """Whether it is a truth value of Python, NumPy or torch, which also pass as 0 and 1.
+
+    >>> is_flag(True), is_flag(1)
+    (True, False)
+    """
+    return "bool" in str(getattr(value, "dtype", type(value)))
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:

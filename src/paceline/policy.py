@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from paceline.keeps import KEEP_ALIASES, KEEPS, registered_keeps
-from paceline.numbers import whole_number
+from paceline.numbers import is_flag, whole_number
 from paceline.policy_text import PolicyError, TextForms
 from paceline.text import shortened
 
@@ -44,8 +44,9 @@ class CapacityPolicy(TextForms):
         unit: what is capped: a "device" (all its experts together) or each "expert".
         pool: tokens that share one budget: "batch", "source" (per source device) or "request".
         keep: which assignments survive: "score", "weight", "contribution" (the weight times the
-            mean norm of what dropping the expert leaves, from a calibration), "first", "last",
-            "random", or a name given to `paceline.register_keep`.
+            norm of what dropping leaves out: the expert's mean, or with compensate the one that is
+            expected at the token, from a calibration), "first", "last", "random", or a name given
+            to `paceline.register_keep`.
         min_expert_load: no cap while experts get fewer tokens than this on average;
             "auto" takes 64 on CUDA and 8 on CPU, 0 always caps.
         max_active: in a forward below min_expert_load, where weights dominate: at most so many
@@ -163,6 +164,13 @@ class CapacityPolicy(TextForms):
             aliases = ", ".join(KEEP_ALIASES)
             own = f"registered: {shortened(', '.join(registered))}; " if registered else ""
             raise ValueError(f"one of {', '.join(KEEPS)} ({own}aliases: {aliases})")
+        return value
+
+    @field_validator("expand_limit", "max_experts", "protect_first", "seed", mode="before")
+    @classmethod
+    def _no_flag(cls, value: Any) -> Any:
+        if is_flag(value):
+            raise ValueError("a whole number")
         return value
 
     @field_validator("expand_limit", "max_experts", mode="after")

@@ -22,10 +22,12 @@ from paceline import attach
 from paceline.analysis.placement_search import Shape, search_map
 from paceline.batches import Batch, Sampling, make_batches
 from paceline.calibration.collect import calibrate
-from paceline.calibration.fit import ROWS_PER_RANK, fit
+from paceline.calibration.fit import LOG_RIDGE, ROWS_PER_RANK, fit
 from paceline.calibration.layer_fit import RIDGES
 from paceline.calibration.moments import Moments
 from paceline.cli.app import app
+from paceline.facts import Facts
+from paceline.routing import RoutingInputs
 from paceline.stand_ins.file import FILE, Calibration, CalibrationError
 
 
@@ -49,40 +51,106 @@ def found(request: pytest.FixtureRequest) -> tuple[Any, Calibration]:
     return model, result
 
 
-def rows_of_layer(model: Any, name: str) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """By a hook of our own: [rows, hidden] inputs, [rows, k] ids and the text of each row."""
-    hidden, ids, text = [], [], []
+class Seen:
+    """What a layer saw, by a hook of our own, and what its experts give."""
 
-    def keep(_: Any, args: Any, kwargs: Any) -> None:
-        given = (*args, *kwargs.values())
-        hidden.append(given[0].reshape(-1, given[0].shape[-1]))
-        ids.append(given[1])
+    def __init__(self, model: Any, name: str, count: int = 8) -> None:
+        self.count = count
+        self.experts = model.get_submodule(name).experts
+        hidden, ids, weights, scores, text = [], [], [], [], []
+        with attach(model) as pace:
 
-    hook = model.get_submodule(name).experts.register_forward_pre_hook(keep, with_kwargs=True)
-    for index, content in enumerate(TEXTS.values()):
-        tokens = torch.tensor(Letters()(content)["input_ids"][:240]).view(-1, 24)
+            def keep(at: str, inputs: RoutingInputs, _: Any) -> None:
+                if at == name:
+                    ids.append(inputs.topk_ids)
+                    weights.append(inputs.topk_weights)
+                    known = inputs.scores.shape[1] - 1
+                    scores.append(inputs.scores.gather(1, inputs.topk_ids.clamp(max=known)))
+
+            pace.watch(keep, Facts(scores=True))
+            hook = self.experts.register_forward_pre_hook(
+                lambda _, args, kwargs: hidden.append((*args, *kwargs.values())[0]),
+                with_kwargs=True,
+            )
+            for index, content in enumerate(TEXTS.values()):
+                tokens = torch.tensor(Letters()(content)["input_ids"][:240]).view(-1, 24)
+                for batch in tokens.split(SAMPLING.batch_size):
+                    with torch.no_grad():
+                        model(input_ids=batch)
+                    text += [index] * batch.numel()
+            hook.remove()
+        self.sizes = [len(part) for part in ids]
+        self.hidden = torch.cat([part.reshape(-1, part.shape[-1]) for part in hidden])
+        self.ids, self.text = torch.cat(ids), torch.tensor(text)
+        self.weights, self.scores = torch.cat(weights), torch.cat(scores)
+
+    def of(self, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[rows] bool which were routed to an expert, and their [., hidden] inputs and outputs."""
+        rows = (self.ids == expert).any(1)
+        x = self.hidden[rows]
         with torch.no_grad():
-            model(input_ids=tokens)
-        text += [index] * tokens.numel()
-    hook.remove()
-    return torch.cat(hidden), torch.cat(ids), text
+            return rows, x, self.outputs(x, expert) if len(x) else x
+
+    def outputs(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        ones = torch.ones(len(x), 1)
+        out: torch.Tensor = self.experts(x, ones.long() * expert, ones)
+        return out.reshape(x.shape)
+
+    def counts(self, metric: torch.Tensor) -> torch.Tensor:
+        """[rows, k] 0.05, and 1 more where a cap at the mean drops the assignment.
+
+        Per device (every expert is one of 8) and per expert it is the same cap.
+        """
+        out, start = torch.full(metric.shape, 0.05), 0
+        for size in self.sizes:
+            places = -(-size * self.ids.shape[1] // self.count)
+            for expert in range(self.count):
+                at = (self.ids[start : start + size] == expert).nonzero().tolist()
+                best = sorted(at, key=lambda p: -float(metric[start + p[0], p[1]]))
+                for row, slot in best[places:]:
+                    out[start + row, slot] += 1
+            start += size
+        return out
+
+    def weights_of(self, ridge: float) -> torch.Tensor:
+        """[rows, k] how much assignments count: what a stand-in leaves decides, beside the weight,
+        which of them a cap drops."""
+        first, expected = self.counts(self.scores), torch.zeros(self.ids.shape)
+        for expert in range(self.count):
+            _, x, y = self.of(expert)
+            weight = first[self.ids == expert]
+            if len(x):
+                stand_in = fit(Moments.of(x, y, weight), 4, ridge)
+                norms = (y - stand_in(x.double())).norm(dim=1)
+                constant, slope = expected_log(x, norms, weight)
+                mean = (weight.double() @ x.double() / weight.sum()).numpy()
+                log = constant + (x.numpy() - mean) @ slope
+                expected[self.ids == expert] = torch.from_numpy(np.exp(log)).float()
+        weights = self.counts(self.weights * expected)
+        assert (weights != first).any()
+        return weights
 
 
-def weights_of_layer(model: Any, name: str) -> torch.Tensor:
-    """[rows, k] 0.05, and a half for each of two caps that drops the assignment by itself.
+class ZeroSeen(Seen):
+    """Of LongCat's experts, whose loop can't run rows of one slot."""
 
-    Per device (every expert is one of 8) and per expert, which are the same cap then.
-    """
-    dropped = []
-    policy = "capacity_factor=1,unit=expert,min_expert_load=0,mode=shadow"
-    with attach(model, policy) as pace:
-        pace.watch(lambda at, _, a: dropped.append(a.dropped_slots) if at == name else None)
-        for content in TEXTS.values():
-            tokens = torch.tensor(Letters()(content)["input_ids"][:240]).view(-1, 24)
-            for batch in tokens.split(SAMPLING.batch_size):
-                with torch.no_grad():
-                    model(input_ids=batch)
-    return 0.05 + torch.cat(dropped).float()
+    def outputs(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        gate, up = (x @ self.experts.gate_up_proj[expert].T).chunk(2, dim=1)
+        return (torch.nn.functional.silu(gate) * up) @ self.experts.down_proj[expert].T
+
+
+def expected_log(
+    x: torch.Tensor, norms: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, Any]:
+    """Ridge regression of log norms on inputs, in NumPy: constant at the mean, and slope."""
+    x, weight = x.double().numpy(), weight.double().numpy()
+    log = np.log(np.maximum(norms.double().numpy(), 1e-3 * float(norms.max())))
+    share = weight / weight.sum()
+    mean, constant = share @ x, share @ log
+    far = x - mean
+    xx = far.T @ (far * weight[:, None])
+    penalty = LOG_RIDGE * np.trace(xx) / len(xx) * np.eye(len(xx))
+    return constant, np.linalg.solve(xx + penalty, far.T @ (weight * (log - constant)))
 
 
 def test_stand_ins_loads_and_norms_are_those_of_the_rows_routed(
@@ -92,22 +160,17 @@ def test_stand_ins_loads_and_norms_are_those_of_the_rows_routed(
     assert result.tokens == (240, 240, 240)
     some = 0
     for layer in result.layers:
-        hidden, ids, text = rows_of_layer(model, layer.name)
-        weights = weights_of_layer(model, layer.name)
-        experts = model.get_submodule(layer.name).experts
+        seen = Seen(model, layer.name)
+        weights = seen.weights_of(layer.ridge)
         for expert in range(8):
-            rows = (ids == expert).any(1)
-            x = hidden[rows]
-            loads = torch.bincount(torch.tensor(text)[rows], minlength=3)
+            rows, x, y = seen.of(expert)
+            loads = torch.bincount(seen.text[rows], minlength=3)
             assert torch.equal(layer.loads[:, expert], loads)
             if len(x) == 0:
                 assert layer.ranks[expert] == 0
                 assert layer.output_norm[expert] == 0
                 continue
-            one = torch.full((len(x), 1), expert)
-            with torch.no_grad():
-                y = experts(x, one, torch.ones(len(x), 1)).reshape(x.shape)
-            weight = weights[ids == expert]
+            weight = weights[seen.ids == expert]
             norm = float(y.norm(dim=1) @ weight / weight.sum())
             assert float(layer.output_norm[expert]) == pytest.approx(norm, rel=1e-4)
             rank = int(layer.ranks[expert])
@@ -115,6 +178,7 @@ def test_stand_ins_loads_and_norms_are_those_of_the_rows_routed(
             up, down = layer.up[expert].float(), layer.down[expert].float()
             assert (up[:, rank:] == 0).all()
             got = layer.bias[expert] + (x - layer.mean[expert]) @ down.T @ up.T
+            want = torch.zeros_like(y)
             if rank:
                 some += 1
                 want = fit(Moments.of(x, y, weight), 4, layer.ridge)(x.double())
@@ -125,7 +189,34 @@ def test_stand_ins_loads_and_norms_are_those_of_the_rows_routed(
                 assert 0 < layer.explained_by_expert[expert] <= 1
             else:
                 assert got.abs().max() == 0
+            constant, slope = expected_log(x, (y - want).norm(dim=1), weight)
+            assert float(layer.residual_log[expert]) == pytest.approx(constant, abs=1e-3)
+            near = 0.01 * max(float(np.abs(slope).max()), 1e-6)  # stored in bfloat16
+            assert np.abs(layer.residual_slope[expert].float().numpy() - slope).max() < near
         assert layer.ridge in RIDGES
+    assert some
+
+
+def test_zero_experts_are_none_to_learn() -> None:
+    """LongCat's router names experts beyond the others, which give their input; its loop over
+    experts can't run rows of one slot."""
+    model = model_of("longcat_flash")
+    result = calibrate(model, Letters(), TEXTS, rank=4, sampling=SAMPLING)
+    some = 0
+    for layer in result.layers:
+        count = model.get_submodule(layer.name).experts.num_routed_experts
+        seen = ZeroSeen(model, layer.name, count)
+        weights = seen.weights_of(layer.ridge)
+        assert (seen.ids >= count).any()
+        assert layer.loads.shape == (3, count)
+        for expert in range(count):
+            _, x, y = seen.of(expert)
+            weight = weights[seen.ids == expert]
+            assert int(layer.loads[:, expert].sum()) == len(x)
+            if len(x):
+                norm = float(y.norm(dim=1) @ weight / weight.sum())
+                assert float(layer.output_norm[expert]) == pytest.approx(norm, rel=1e-4)
+                some += 1
     assert some
 
 
@@ -192,7 +283,7 @@ from test_calibration import *
 from transformers import AutoModelForCausalLM
 def tell(done, total, what):
     print(done, total, what, flush=True)
-    if "ended" not in sys.argv and done == 11:
+    if "ended" not in sys.argv and done == 19:
         os.kill(os.getpid(), 9)
 model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "model")!r}).eval()
 calibrate(model, Letters(), TEXTS, rank=4, devices=4, sampling=SAMPLING,
@@ -210,7 +301,7 @@ calibrate(model, Letters(), TEXTS, rank=4, devices=4, sampling=SAMPLING,
     assert [p.name for p in kept.iterdir()] == ["0"]
     again = run(str(tmp_path / "second"), "ended")
     assert again.returncode == 0, again.stderr
-    assert again.stdout.split()[:2] == ["8", "24"]  # the first layer's experts are there already
+    assert again.stdout.split()[:2] == ["16", "48"]  # the first layer's experts are there already
     whole = calibrate(model, Letters(), TEXTS, rank=4, devices=4, sampling=SAMPLING)
     got = Calibration.load(tmp_path / "second")
     for a, b in zip(got.layers, whole.layers, strict=True):
@@ -223,7 +314,7 @@ def test_placements_are_those_of_the_texts_loads(found: tuple[Any, Calibration])
     model, _ = found
     result = calibrate(model, Letters(), TEXTS, rank=1, devices=4, sampling=SAMPLING)
     for layer, placement in zip(result.layers, result.plan().placements, strict=True):
-        _, ids, _ = rows_of_layer(model, layer.name)
+        ids = Seen(model, layer.name).ids
         loads = np.stack([np.bincount(part.flatten(), minlength=8) for part in ids.split(64)])
         want = search_map(loads, Shape(8, 4)).placement
         assert placement == want

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from paceline.cli.app import app
 from paceline.cli.errors import sentence
-from paceline.demo.assets import MODEL_FOLDER
+from paceline.shipped import MODEL_FOLDER
 
 RUN = ["--tokens", "1024", "--batch-size", "8", "--sequence-length", "64"]
 

@@ -46,7 +46,7 @@ def test_devices_in_order_get_the_planned_loads(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     from paceline import attach
-    from paceline.demo.assets import MODEL_FOLDER
+    from paceline.shipped import MODEL_FOLDER
 
     rng = torch.Generator().manual_seed(0)
     placements = tuple(
@@ -69,7 +69,7 @@ def test_the_comparison_finds_experts_in_wrong_places(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     RUN.invoke(app, [*planned(tmp_path, Plan(placements=(ROUND,))), "--no-check"])
-    from paceline.demo.assets import MODEL_FOLDER
+    from paceline.shipped import MODEL_FOLDER
 
     out = tmp_path / "out"
     assert compare.output_difference(MODEL_FOLDER, out) <= compare.TOLERANCE

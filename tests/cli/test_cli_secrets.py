@@ -128,6 +128,10 @@ def verbs(path: Path, text: Path, out: Path) -> Iterator[tuple[str | Path, ...]]
     yield "loads", SAMPLE, "--placement", path
     yield "record", path, "--text", text, "--out", out
     yield "calibrate", path, "--text", text, "--out", out
+    some = "--policy", "capacity_factor=1", "--out", out
+    yield "factors", path, "--text", text, *some
+    yield "factors", "demo", "--text", text, *some, "--plan", path
+    yield "factors", "demo", "--text", text, *some, "--calibration", path
     yield "eval", path, "--text", text
     yield "eval", "demo", "--text", text, "--policy", "capacity_factor=1", "--plan", path
     yield "sweep", "demo", "--text", text, "--calibration", path

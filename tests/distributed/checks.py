@@ -155,7 +155,12 @@ def shared_placed() -> None:
 
 
 def compare_own(
-    name: str, model: Any, placement: ExpertPlacement, what: str, texts: tuple[str, ...]
+    name: str,
+    model: Any,
+    placement: ExpertPlacement,
+    what: str,
+    texts: tuple[str, ...],
+    calibration: Any = None,
 ) -> None:
     reference, parts = whole(name), batches()
     together, mine = joined(parts), parts[rank()]
@@ -170,8 +175,10 @@ def compare_own(
         if policy is not None and "pool" not in text:
             one_policy = policy.replace(pool="source")
         with (
-            attach(reference, one_policy, placement, token_source=source) as one,
-            attach(model, policy) as many,
+            attach(
+                reference, one_policy, placement, token_source=source, calibration=calibration
+            ) as one,
+            attach(model, policy, calibration=calibration) as many,
         ):
             assert one_policy is None or many.policy.pool == one_policy.pool
             near(logits(model, mine), logits(reference, together)[rows], mask, f"{what}, {text}")
@@ -496,6 +503,15 @@ def compensated() -> None:
         assert [call[0] for call in calls[0]] == [call[0] for call in calls[1]]
         if batch == "shared":
             assert calls[0] == calls[1]
+
+
+def ranked_by_what_is_left() -> None:
+    """All ranks decide by what is expected to be left of every token, theirs or not."""
+    found, model = made_up(whole("olmoe")), whole("olmoe")
+    place_experts(model, PLACEMENTS["uneven"])
+    by, texts = "keep=contribution,compensate=true", ("", ",pool=batch", ",pool=batch,expand=all")
+    policies = tuple(f"capacity_factor=0.75,{by}{more}" for more in texts)
+    compare_own("olmoe", model, PLACEMENTS["uneven"], "by what is left", policies, found)
 
 
 # -- failing ---------------------------------------------------------------------------------------

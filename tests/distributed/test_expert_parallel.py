@@ -44,6 +44,7 @@ TOGETHER = (
     "sent",
     "shared_sends_nothing",
     "compensated",
+    "ranked_by_what_is_left",
     "disagreements",
 )
 """Checks that one start of the ranks runs in a row: starting costs more than most of them."""

@@ -41,6 +41,8 @@ def made_up(model: Any, rank: int = 3, seed: int = 0) -> Calibration:
                     loads=torch.ones(1, count, dtype=torch.int64),
                     output_norm=random(count).abs() + 0.1,
                     residual_norm=random(count).abs() + 0.1,
+                    residual_log=random(count),
+                    residual_slope=random(count, hidden).bfloat16(),
                     explained_by_expert=torch.full((count,), 0.5),
                 )
             )

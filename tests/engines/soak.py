@@ -5,6 +5,8 @@ Every output has to be, to the bit, that of a policy that was in force; those we
 oracle; memory has to stay flat; in the end nothing is left in the model.
 
     python tests/engines/soak.py --forwards 10000
+
+As a program it writes benchmarks/results/soak.json.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ from helpers import fingerprint, output
 from oracle import route_oracle
 
 from paceline import CapacityPolicy, ExpertPlacement, attach
+from paceline.environment import environment
+from paceline.files import to_json, write_text
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "soak.json"
 CAP = CapacityPolicy(capacity_factor=0.8, min_expert_load=0)
 POLICIES: list[CapacityPolicy | None] = [
     None,
@@ -81,6 +86,7 @@ def soak(forwards: int, seed: int = 0, threads: int = 3, say: Any = None) -> dic
     Raises:
         AssertionError: if an output is of no policy that was in force, or something is left behind.
     """
+    start, changes, attached = time.monotonic(), 0, 1
     torch.set_num_threads(1)
     rng = random.Random(seed)
     model = tiny_models.build("mixtral")
@@ -104,6 +110,7 @@ def soak(forwards: int, seed: int = 0, threads: int = 3, say: Any = None) -> dic
                 index = rng.randrange(len(batches))
                 assert torch.equal(output(model, batches[index]), untouched[index])
                 pace = attach(model, POLICIES[force], placement=DEVICES)
+                attached += 1
             calls = [[rng.randrange(len(batches)) for _ in range(6)] for _ in range(threads)]
             running = [pool.submit(run, some) for some in calls]
             in_force = {force}
@@ -111,6 +118,7 @@ def soak(forwards: int, seed: int = 0, threads: int = 3, say: Any = None) -> dic
                 force = rng.randrange(len(POLICIES))
                 in_force.add(force)
                 pace.policy = POLICIES[force]
+                changes += 1
             for future in running:
                 for index, out in future.result():
                     assert any(torch.equal(out, wanted[index][p]) for p in in_force), (
@@ -135,6 +143,11 @@ def soak(forwards: int, seed: int = 0, threads: int = 3, say: Any = None) -> dic
         assert torch.equal(output(model, batch), out)
     return {
         "forwards": done,
+        "threads": threads,
+        "policies": len(POLICIES),
+        "changes_of_policy": changes,
+        "times_attached": attached,
+        "minutes": round((time.monotonic() - start) / 60, 1),
         "early_megabytes": early[0],
         "late_megabytes": late[0],
         "early_objects": early[1],
@@ -147,9 +160,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--forwards", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     found = soak(given.forwards, given.seed, say=lambda text: print(text, flush=True))
     print(found)
+    data = {"program": "tests/engines/soak.py", **found, **environment()}
+    write_text(given.out, to_json(data), private=False)
     if found["late_megabytes"] > found["early_megabytes"] + 20:
         sys.exit("memory grew by more than 20 MB between the first fifth and the end")
     if found["late_objects"] > found["early_objects"] * 1.01 + 500:

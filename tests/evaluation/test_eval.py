@@ -21,7 +21,8 @@ from paceline import attach
 from paceline.analysis.observe import Sampling
 from paceline.calibration.collect import calibrate
 from paceline.cli.app import app
-from paceline.demo.assets import TASK_FOLDER, read_text
+from paceline.demo.assets import read_text
+from paceline.shipped import CALIBRATION_FOLDER, TASK_FOLDER
 
 SMALL = ["--tokens", "512", "--sequence-length", "64", "--batch-size", "4"]
 TEXTS = ["--text", "prose", "--text", "german"]
@@ -125,7 +126,7 @@ def test_tasks_against_the_harness_run_by_itself(tmp_path: Path) -> None:
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    from paceline.demo.assets import MODEL_FOLDER
+    from paceline.shipped import MODEL_FOLDER
 
     names = ["paceline_continuation", "paceline_copy", "paceline_passage"]
     found = _eval(
@@ -258,6 +259,9 @@ def test_stand_ins_come_from_the_calibration_and_results_are_kept_for_it_alone(
     other = _eval(*arguments, "--calibration", str(tmp_path / "2"))
     assert other["batches"] == {"computed": 6, "found": 0}
     assert other["texts"] != first["texts"]
+    assert _eval(*arguments, "--calibration", "demo")["batches"] == {"computed": 6, "found": 0}
+    shipped = _eval(*arguments, "--calibration", str(CALIBRATION_FOLDER))
+    assert shipped["batches"] == {"computed": 0, "found": 6}
 
 
 def test_plan_with_policies_and_table(tmp_path: Path) -> None:

@@ -16,10 +16,12 @@ from lm_eval.api.instance import Instance
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from typer.testing import CliRunner
 
-from paceline.demo.assets import MODEL_FOLDER, TASK_FOLDER
+from paceline.cli.app import app
 from paceline.evaluation.harness import PacelineLM
 from paceline.facts import Facts
+from paceline.shipped import MODEL_FOLDER, TASK_FOLDER
 
 TASKS = ["paceline_continuation", "paceline_copy", "paceline_passage"]
 
@@ -158,15 +160,24 @@ def test_bad_options_are_one_sentence(demo: tuple[Any, Any], tmp_path: Path) -> 
     lm = PacelineLM(model, plan=str(plan), tokenizer=tokenizer)
     assert lm.pace.placement is not None
     assert lm.pace.placement.num_devices == 4
+    lm.pace.detach()
+    filling = "capacity_factor=1,compensate=true"
+    lm = PacelineLM(model, policy=filling, calibration="demo", tokenizer=tokenizer)
+    assert str(lm.pace.policy) == "capacity_factor=1.0,compensate=true"
     long = [("a prompt", {"until": ["\n"], "max_gen_toks": 512})]
     with pytest.raises(ValueError, match="asks for 512 new tokens: allowed are fewer than the 512"):
         lm.generate_until(_requests("generate_until", long))
     lm.pace.detach()
 
 
-def test_the_harness_command_takes_it_where_a_task_is_named_by_its_path(tmp_path: Path) -> None:
+def test_the_harness_own_command_takes_it_with_any_task(tmp_path: Path) -> None:
+    """It must be told by a file: nothing of the task itself names Paceline."""
     arguments = 'pretrained=demo,devices=8,policy="capacity_factor=1,unit=expert"'
-    task = str(TASK_FOLDER / "continuation.yaml")
+    told = CliRunner().invoke(app, ["lm-eval", "path"]).stdout.strip()
+    for name in ("continuation.yaml", "continuation.jsonl", "utils.py"):
+        text = (TASK_FOLDER / name).read_text(encoding="utf-8")
+        text = text.replace("import paceline.evaluation.harness", "")
+        (tmp_path / name).write_text(text, encoding="utf-8")
     ran = subprocess.run(
         [
             sys.executable,
@@ -177,7 +188,9 @@ def test_the_harness_command_takes_it_where_a_task_is_named_by_its_path(tmp_path
             "--model_args",
             arguments,
             "--tasks",
-            task,
+            f"{told},paceline_continuation",
+            "--include_path",
+            str(tmp_path),
             "--limit",
             "4",
             "--batch_size",
@@ -185,7 +198,7 @@ def test_the_harness_command_takes_it_where_a_task_is_named_by_its_path(tmp_path
             "--device",
             "cpu",
             "--output_path",
-            str(tmp_path),
+            str(tmp_path / "out"),
         ],
         capture_output=True,
         text=True,
@@ -193,5 +206,5 @@ def test_the_harness_command_takes_it_where_a_task_is_named_by_its_path(tmp_path
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert "paceline_continuation" in ran.stdout
-    (written,) = tmp_path.rglob("results*.json")
+    (written,) = (tmp_path / "out").rglob("results*.json")
     assert '"policy": "capacity_factor=1.0,unit=expert"' in written.read_text()

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import made_up_server
 import torch
 from safetensors.torch import save
 
@@ -31,7 +32,7 @@ from paceline.checkpoint.folder import open_checkpoint
 from paceline.cli.record import read_prompts
 from paceline.cli.report import _planned as planned_result
 from paceline.engines.transformers.config import load_policy
-from paceline.engines.vllm.control import Refused, wanted_policy
+from paceline.engines.vllm.control import PATH
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
 from paceline.stand_ins.file import Calibration
@@ -66,7 +67,7 @@ def violations(target: Target, data: bytes) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="fuzz-") as name, _watched(Path(name)) as events:
         try:
             target.read(data, Path(name))
-        except (ValueError, OSError, Refused) as error:
+        except (ValueError, OSError) as error:
             found += _unclear(error)
         except Exception as error:  # what the user would see as a traceback
             last = traceback.extract_tb(error.__traceback__)[-1]
@@ -183,8 +184,18 @@ def _plans() -> list[bytes]:
     return [plan.to_toml().encode() for plan in plans]
 
 
+_SERVED = made_up_server.app(made_up_server.Client())
+
+
 def _http(data: bytes, folder: Path) -> None:
-    CapacityPolicy.parse(wanted_policy(data))
+    """The routes themselves, with a key: a body is followed or refused, and workers agree."""
+    status, answer = made_up_server.call(_SERVED, "POST", PATH, data, pieces=1 + len(data) % 3)
+    if status == 200:
+        assert answer["agree"]
+        assert CapacityPolicy.parse(answer["policy"]) is not None
+    else:
+        assert status in (400, 413), status
+        assert 0 < len(answer["error"]) <= LONGEST
 
 
 def _bodies() -> list[bytes]:
@@ -241,9 +252,12 @@ def _made(name: str, write: Callable[[Path], object]) -> list[tuple[str, bytes]]
 
 
 def _own_trace() -> list[tuple[str, bytes]]:
+    return _made("trace", _save_small_trace)
+
+
+def _save_small_trace(folder: Path) -> None:
     narrow = sample("esft_v2lite_law").narrowed([0, 1]).regrouped(16)
-    few = Trace(narrow.header, tuple(islice(narrow.chunks, 1)), narrow.where)
-    return _made("trace", lambda folder: save_trace(few, folder))
+    save_trace(Trace(narrow.header, tuple(islice(narrow.chunks, 1)), narrow.where), folder)
 
 
 def _trace_folder(data: bytes, folder: Path) -> None:
@@ -287,6 +301,8 @@ def _small_calibration() -> Calibration:
         loads=torch.ones(1, experts, dtype=torch.int64),
         output_norm=torch.ones(experts),
         residual_norm=torch.ones(experts),
+        residual_log=torch.zeros(experts),
+        residual_slope=torch.zeros(experts, hidden, dtype=torch.bfloat16),
         explained_by_expert=torch.ones(experts),
     )
     return Calibration("MixtralForCausalLM", ("a.txt",), (4,), "parts", (layer,))

@@ -40,6 +40,9 @@ def take_rows(case: Case, rows: torch.Tensor) -> Case:
     for name in PER_TOKEN:
         value = getattr(case.inputs, name)
         chosen[name] = None if value is None else value[rows]
+    norms = case.inputs.expert_norms
+    if norms is not None and norms.dim() == 2:
+        chosen["expert_norms"] = norms[rows]
     if chosen["scores"] is None:
         chosen["num_experts"] = run(case).num_experts
     return with_inputs(case, **chosen)
@@ -135,13 +138,14 @@ def test_5_padding_changes_no_real_row(case: Case, data: st.DataObject) -> None:
         "token_request": [-(10**15), 0, 10**15],
         "token_priority": [127, 0],
         "token_decode": [True, False],
+        "expert_norms": [float("nan"), float("inf"), 1.0],
     }
     padded: dict[str, Any] = {}
     for name, junk in rubbish.items():
         value = getattr(old, name)
         if name == "valid" and value is None:
             value = torch.ones(T, dtype=torch.bool)
-        if value is not None:
+        if value is not None and (name != "expert_norms" or value.dim() == 2):
             shape = (T + extra, *value.shape[1:])
             padded[name] = torch.from_numpy(rng.choice(junk, size=shape)).to(value.dtype)
             padded[name][real] = value

@@ -169,6 +169,13 @@ def test_one_server(tmp_path: Path) -> None:
             server.call("POST", "/paceline/policy", {"policy": "mode=observe"}, "wrong")[0] == 401
         )
         assert server.call("PUT", "/paceline/policy", {})[0] == 405
+        described = json.loads(server.call("GET", "/openapi.json")[1])
+        assert "/v1/completions" in described["paths"]
+        asked = described["paths"]["/paceline/policy"]["post"]["requestBody"]
+        assert "WantedPolicy" in json.dumps(asked)
+        assert set(server.policy()["workers"][0]) == set(
+            described["components"]["schemas"]["WorkerState"]["properties"]
+        )
         assert server.call("POST", "/paceline/policy", {"policy": "capacity_factor=0"})[0] == 400
         assert server.policy()["fields"]["capacity_factor"] == 1.0
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from paceline.demo.assets import MODEL_FOLDER
+from paceline.shipped import MODEL_FOLDER
 
 VOCABULARY = 2048
 

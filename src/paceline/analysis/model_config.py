@@ -32,7 +32,7 @@ def layer_shape(path: Path, precision: str | None = None) -> LayerShape:
     Raises:
         ValueError: if the config can't be read or lacks a size.
 
-    >>> from paceline.demo.assets import MODEL_FOLDER
+    >>> from paceline.shipped import MODEL_FOLDER
     >>> layer_shape(MODEL_FOLDER).experts
     32
     """
@@ -54,7 +54,7 @@ def hidden_layers(path: Path) -> int | None:
     Raises:
         ValueError: if the config can't be read.
 
-    >>> from paceline.demo.assets import MODEL_FOLDER
+    >>> from paceline.shipped import MODEL_FOLDER
     >>> hidden_layers(MODEL_FOLDER)
     4
     """
@@ -67,7 +67,7 @@ def expert_groups(path: Path) -> int:
     Raises:
         ValueError: if the config can't be read.
 
-    >>> from paceline.demo.assets import MODEL_FOLDER
+    >>> from paceline.shipped import MODEL_FOLDER
     >>> expert_groups(MODEL_FOLDER)
     1
     """

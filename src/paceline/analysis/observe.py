@@ -165,7 +165,7 @@ def _run(model: Any, batch: Batch) -> None:
 
     # Loads need no logits: where the model can leave them out, that saves the largest buffer.
     spare = "logits_to_keep" in inspect.signature(model.forward).parameters
-    with torch.inference_mode():
+    with torch.no_grad():
         model(
             input_ids=batch.ids.to(model.device),
             use_cache=False,

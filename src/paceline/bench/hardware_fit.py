@@ -81,6 +81,7 @@ def fit(
     Raises:
         ValueError: for fewer than 8 timings.
 
+    >>> from paceline.analysis.cost import LayerShape
     >>> sizes = [(256, 128 * n) for n in range(1, 9)]
     >>> ideal = Hardware("x", flops=1e12, memory=1e11, memory_size=1e9, link=1e9, tile=1)
     >>> shapes = [LayerShape(*size, 8, 1, "fp32") for size in sizes]

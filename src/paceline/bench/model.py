@@ -55,7 +55,7 @@ def serve(
     # renamed in Transformers 5.2x
     cache = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     start = clock()
-    with torch.inference_mode():
+    with torch.no_grad():
         out = model(input_ids=prompt, use_cache=True, logits_to_keep=1)
         token = out.logits[:, -1:].argmax(-1)
         first = clock()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.batches import Batch, Sampling, check_length, make_batches
 from paceline.calibration.drops import CAPS
-from paceline.calibration.layer_fit import FOLDS, fit_layer
+from paceline.calibration.layer_fit import FOLDS, TIMES, fit_layer
 from paceline.calibration.rows import Rows, Seen
 from paceline.calibration.unfinished import Unfinished
 from paceline.facts import Facts
@@ -98,7 +98,7 @@ def calibrate(
             kept = Unfinished(unfinished, settings, [batch.ids for batch in batches], calibration)
         found = {} if kept is None else kept.found(len(identity))
         experts = [layer.num_experts for layer in identity]
-        done, total = sum(experts[index] for index in found), sum(experts)
+        done, total = (TIMES * sum(some) for some in ([experts[i] for i in found], experts))
 
         def tell(what: str, more: int = 0) -> None:
             nonlocal done
@@ -172,7 +172,7 @@ def _parts(batches: Sequence[Batch], texts: list[str]) -> tuple[Tensor, Tensor]:
 
 
 def _run(model: Any, batch: Batch) -> None:
-    with torch.inference_mode():
+    with torch.no_grad():
         given = {"input_ids": batch.ids, **batch.given}
         model(**{name: value.to(model.device) for name, value in given.items()}, use_cache=False)
 
@@ -191,11 +191,12 @@ def _watching(pace: Any, wanted: Sequence[str], room: int) -> Iterator[dict[str,
                 size = flat.shape[1] * flat.element_size() + ids.shape[1] * ids.element_size()
                 if size <= free or not seen:
                     free -= size
-                    seen[name] = Seen(run, [], [], [], weights.dtype, hidden.device)
+                    seen[name] = Seen(run, [], [], [], [], hidden.device)
             if name in seen:
                 seen[name].hidden.append(flat.to("cpu", copy=True))
                 seen[name].ids.append(ids.to("cpu", copy=True))
                 seen[name].metric.append(ranked[name])
+                seen[name].combine.append(weights.to("cpu", copy=True))
         out: Tensor = run(hidden, ids, weights)
         return out
 

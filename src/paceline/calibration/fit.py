@@ -21,6 +21,11 @@ from paceline.numbers import check_count
 ROWS_PER_RANK = 8
 """Rows an expert must have for every rank of its stand-in."""
 
+LOG_RIDGE = 1e-2
+"""Penalty of `fit_log`, relative to the mean variance of an input."""
+
+_SMALLEST_VALUE = 1e-3  # of the largest; below it, how small a value is says little
+
 _SMALLEST = 1e-12  # of the largest energy of a direction; below it, it says nothing
 
 _ROUNDING = 1e-14  # relative error of a mean: what is left of equal values is none of theirs
@@ -101,6 +106,43 @@ def fit(seen: Moments, rank: int, ridge: float) -> StandInFit:
     variance, axes = torch.linalg.eigh(down @ seen.xx @ down.T / seen.weight)
     scale = variance.clamp(min=float(variance[-1]) * _SMALLEST).sqrt()
     return StandInFit(seen.bias, up @ axes * scale, (axes / scale).T @ down, seen.mean)
+
+
+def fit_log(seen: Moments, x: Tensor, values: Tensor, weight: Tensor) -> tuple[float, Tensor]:
+    """Expect the logarithm of a positive value of a row: constant + slope (x - mean).
+
+    A ridge regression. The logarithm, since the value is to be compared, and varies by its size.
+
+    Args:
+        seen: the rows; of its sums those of the inputs are used.
+        x: [rows, hidden] inputs.
+        values: [rows] >= 0; those that aren't finite say nothing.
+        weight: [rows] > 0.
+
+    Returns:
+        The constant, and [hidden] the slope. Zeros if there are no rows.
+
+    >>> x = torch.arange(4.0).unsqueeze(1)
+    >>> constant, slope = fit_log(Moments.of(x, x), x, (2 * x[:, 0]).exp(), torch.ones(4))
+    >>> round(constant, 2), round(float(slope), 1)
+    (3.0, 2.0)
+    """
+    known = torch.isfinite(values) & torch.isfinite(x).all(1)
+    x, values, weight = x[known].double(), values[known].double(), weight[known].double()
+    slope = torch.zeros(len(seen.mean), dtype=torch.float64)
+    if len(x) == 0:
+        return 0.0, slope
+    tiny = torch.finfo(torch.float32).tiny
+    log = values.clamp(min=max(float(values.max()) * _SMALLEST_VALUE, tiny)).log()
+    constant = float(weight @ log / weight.sum())
+    spread = float(seen.xx.trace())
+    if not _constant(spread, seen.mean, seen.weight):
+        penalized = seen.xx.clone()
+        penalized.diagonal().add_(LOG_RIDGE * spread / len(slope))
+        towards = (x - seen.mean).T @ (weight * (log - constant))
+        factor = torch.linalg.cholesky(penalized)
+        slope = torch.cholesky_solve(towards.unsqueeze(1), factor).squeeze(1)
+    return constant, slope
 
 
 def none(hidden: int) -> StandInFit:

@@ -29,6 +29,9 @@ DEVICES = 8
 FOLDS = 4
 """Parts that are left out in turn: whole texts, or parts of the only text."""
 
+TIMES = 2
+"""That every expert is fitted: which rows caps drop follows from what stand-ins leave."""
+
 
 def fit_layer(
     rows: Rows,
@@ -45,7 +48,7 @@ def fit_layer(
         rank: of a stand-in, at most.
         texts: whose rows they are.
         devices: to place experts on; None: no placement is searched.
-        step: called after every expert.
+        step: called after every expert, `TIMES` times for each.
         caps: that the stand-ins are for.
     """
     layer, hidden = rows.layer, rows.hidden
@@ -56,12 +59,15 @@ def fit_layer(
         placements.append(ExpertPlacement.explicit(placement))
     rows.weight = drop_weights(rows.ids, rows.metric, rows.sizes, caps, placements)
     ridge = _best_ridge(rows, rank)
+    metric = rows.combine.float() * _expected(rows, rank, ridge, step)
+    rows.weight = drop_weights(rows.ids, metric, rows.sizes, caps, placements)
     bias, mean = torch.zeros(count, hidden), torch.zeros(count, hidden)
     up = torch.zeros(count, hidden, rank, dtype=torch.bfloat16)
     down = torch.zeros(count, rank, hidden, dtype=torch.bfloat16)
     ranks = torch.zeros(count, dtype=torch.int64)
     loads = torch.zeros(texts, count, dtype=torch.int64)
-    norm, residual = torch.zeros(2, count)
+    norm, residual, log = torch.zeros(3, count)
+    slope = torch.zeros(count, hidden, dtype=torch.bfloat16)
     # of outputs, and what stand-ins leave of it of texts that they were not fitted to
     energy, left = torch.zeros(2, texts, count, dtype=torch.float64)
     for expert in range(count):
@@ -78,8 +84,12 @@ def fit_layer(
         if found.rank == 0 or left[:, expert].sum() >= energy[:, expert].sum():
             left[:, expert], found = energy[:, expert], fits.none(hidden)
         if len(seen.x):
+            of_found = _left(seen, found)
             norm[expert] = _mean_norm(seen.y, seen.weight)
-            residual[expert] = _mean_norm(_left(seen, found), seen.weight)
+            residual[expert] = _mean_norm(of_found, seen.weight)
+            log[expert], slope[expert] = fits.fit_log(
+                whole, seen.x, of_found.norm(dim=1), seen.weight
+            )
         bias[expert], mean[expert], ranks[expert] = found.bias, found.mean, found.rank
         up[expert, :, : found.rank], down[expert, : found.rank] = found.up, found.down
         step()
@@ -100,8 +110,26 @@ def fit_layer(
         loads=loads,
         output_norm=norm,
         residual_norm=residual,
+        residual_log=log,
+        residual_slope=slope,
         explained_by_expert=_share(energy.sum(0), left.sum(0)).float(),
     )
+
+
+def _expected(rows: Rows, rank: int, ridge: float, step: Callable[[], None]) -> Tensor:
+    """[rows, k] norm that is expected of what a stand-in leaves of each assignment."""
+    expected = torch.zeros(rows.ids.shape)
+    for expert in range(rows.layer.num_experts):
+        seen = rows.of(expert)
+        whole = Moments.of(seen.x, seen.y, seen.weight)
+        left = _left(seen, fit(whole, rank, ridge)).norm(dim=1)
+        constant, slope = fits.fit_log(whole, seen.x, left, seen.weight)
+        chosen = rows.ids == expert
+        norms = (constant + (seen.x.float() - whole.mean.float()) @ slope.float()).exp()
+        own = torch.zeros(len(chosen)).masked_scatter(chosen.any(1), norms)
+        expected = torch.where(chosen, own.unsqueeze(1), expected)
+        step()
+    return expected
 
 
 def _best_ridge(rows: Rows, rank: int) -> float:

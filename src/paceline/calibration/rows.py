@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.stand_ins.identity import LayerIdentity
 
@@ -21,7 +21,7 @@ class Seen:
         ids: [rows, k], likewise.
         metric: [rows, k] float32 by which a cap ranks them, likewise: gate scores, or combine
             weights where the router's rule is not known.
-        weight: dtype of the combine weights.
+        combine: [rows, k] combine weights, likewise.
         device: of the layer.
     """
 
@@ -29,7 +29,7 @@ class Seen:
     hidden: list[Tensor]
     ids: list[Tensor]
     metric: list[Tensor]
-    weight: torch.dtype
+    combine: list[Tensor]
     device: torch.device
 
 
@@ -56,6 +56,7 @@ class Rows:
     Attributes:
         ids: [rows, k] the model's choice, padding left out as everywhere.
         metric: [rows, k] by which a cap ranks.
+        combine: [rows, k] combine weights.
         sizes: rows of each batch.
         weight: [rows, k] how much each assignment counts; 1, to be set.
 
@@ -66,8 +67,9 @@ class Rows:
     def __init__(
         self, seen: Seen, layer: LayerIdentity, text: Tensor, part: Tensor, batch: Tensor
     ) -> None:
-        hidden, ids, metric = map(torch.cat, (seen.hidden, seen.ids, seen.metric))
-        seen.hidden, seen.ids, seen.metric = [], [], []
+        given = (seen.hidden, seen.ids, seen.metric, seen.combine)
+        hidden, ids, metric, combine = map(torch.cat, given)
+        seen.hidden, seen.ids, seen.metric, seen.combine = [], [], [], []
         if len(hidden) != len(text):
             raise ValueError(
                 f"layer {layer.name} saw {len(hidden)} rows of {len(text)} tokens: allowed is one "
@@ -75,13 +77,15 @@ class Rows:
             )
         real = text >= 0
         if not bool(real.all()):
-            hidden, ids, metric = hidden[real], ids[real], metric[real]
+            hidden, ids, metric, combine = hidden[real], ids[real], metric[real], combine[real]
             text, part, batch = text[real], part[real], batch[real]
-        self.metric, self.sizes = metric, torch.bincount(batch).tolist()
+        self.metric, self.combine = metric, combine
+        self.sizes = torch.bincount(batch).tolist()
         self.weight = torch.ones(ids.shape)
         self._seen, self._hidden, self.ids = seen, hidden, ids
         self.layer, self.text, self._part = layer, text, part
         self.hidden = hidden.shape[1]
+        self._zero_experts = bool((ids >= layer.num_experts).any())
 
     def of(self, expert: int) -> ExpertRows:
         """Those that were routed to an expert."""
@@ -95,8 +99,11 @@ class Rows:
         if len(x) == 0:
             return x
         seen = self._seen
-        with torch.inference_mode():
+        with torch.no_grad():
             ids = torch.full((len(x), 1), expert, dtype=torch.int64, device=seen.device)
-            ones = torch.ones((len(x), 1), dtype=seen.weight, device=seen.device)
-            out: Tensor = seen.run(x.to(seen.device), ids, ones)
+            weights = torch.ones((len(x), 1), dtype=self.combine.dtype, device=seen.device)
+            if self._zero_experts:  # LongCat's loop needs two slots: a zero expert takes one
+                ids = nn.functional.pad(ids, (0, 1), value=self.layer.num_experts)
+                weights = nn.functional.pad(weights, (0, 1))
+            out: Tensor = seen.run(x.to(seen.device), ids, weights)
         return out.reshape(x.shape).cpu()

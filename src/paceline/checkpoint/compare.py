@@ -24,7 +24,7 @@ def output_difference(before: Path, after: Path, trust_remote_code: bool = False
     Raises:
         ValueError: if one can't be loaded, or not be run on token ids alone.
 
-    >>> from paceline.demo.assets import MODEL_FOLDER
+    >>> from paceline.shipped import MODEL_FOLDER
     >>> output_difference(MODEL_FOLDER, MODEL_FOLDER)
     0.0
     """

@@ -12,7 +12,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def wanted_maps(checkpoint: Checkpoint, plan: Plan) -> list[ExpertMap]:
             can't be had by ordering experts.
 
     >>> from paceline.checkpoint.folder import open_checkpoint
-    >>> from paceline.demo.assets import MODEL_FOLDER
+    >>> from paceline.shipped import MODEL_FOLDER
     >>> len(wanted_maps(open_checkpoint(MODEL_FOLDER), Plan(placements=(8,))))
     4
     """
@@ -83,17 +83,21 @@ def reorder(
     maps: Sequence[ExpertMap],
     out: Path,
     progress: Progress | None = None,
+    plan: Plan | None = None,
+    check: Callable[[Path], None] | None = None,
 ) -> None:
     """Write the checkpoint with expert `maps[layer].slots[i]` in place i of each layer.
 
-    Files beside the weights are copied; subfolders are not. Where anything fails nothing is left
-    behind.
+    Files beside the weights are copied; subfolders are not. The folder gets its name when it is
+    complete; where anything fails nothing is left behind.
 
     Args:
         checkpoint: to read.
         maps: of every layer with experts, in order, or one for all.
         out: folder to be made.
         progress: told shards done, shards in all and the last one.
+        plan: that the maps are of; what becomes of it for the new order is written beside.
+        check: called with the complete folder before it gets its name; what it raises is raised.
 
     Raises:
         ValueError: if the maps don't fit the checkpoint, or it can't be reordered.
@@ -101,7 +105,7 @@ def reorder(
 
     >>> from tempfile import TemporaryDirectory
     >>> from paceline.checkpoint.folder import open_checkpoint
-    >>> from paceline.demo.assets import MODEL_FOLDER
+    >>> from paceline.shipped import MODEL_FOLDER
     >>> turned = ExpertMap(tuple(reversed(range(32))), num_experts=32, num_devices=8)
     >>> with TemporaryDirectory() as parent:
     ...     reorder(open_checkpoint(MODEL_FOLDER), [turned], Path(parent) / "turned")
@@ -132,6 +136,10 @@ def reorder(
                 progress(done, len(checkpoint.shards), shard)
         _copy_beside(checkpoint, made, new_name)
         _write_order(checkpoint, maps, made)
+        if plan is not None:
+            reordered_plan(plan, maps).save(made / "plan.toml")
+        if check is not None:
+            check(made)
         made.chmod(0o755)
         made.rename(out)
     except BaseException:

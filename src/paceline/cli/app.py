@@ -11,6 +11,7 @@ from paceline.cli.calibrate import calibrate
 from paceline.cli.calibrate_hardware import calibrate_hardware
 from paceline.cli.demo import demo
 from paceline.cli.eval import evaluate
+from paceline.cli.factors import factors
 from paceline.cli.import_trace import import_trace
 from paceline.cli.lm_eval import lm_eval
 from paceline.cli.loads import loads
@@ -38,6 +39,7 @@ app.command()(demo)
 app.add_typer(bench)
 app.command()(loads)
 app.command()(calibrate)
+app.command()(factors)
 app.command("eval")(evaluate)
 app.command()(sweep)
 app.command("lm-eval", context_settings=PASSED_ON)(lm_eval)

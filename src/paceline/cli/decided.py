@@ -11,11 +11,17 @@ import typer
 from paceline.plan import Plan
 from paceline.plan_fields import PlanError
 
+DEVICES = 8
+"""Unless somebody says otherwise."""
+
 PlanFile = Annotated[
     Path | None,
     typer.Option(
         "--plan", help="Plan file (TOML): policies and placements, of all layers or of each."
     ),
+]
+Devices = Annotated[
+    int | None, typer.Option(help="Devices that share the experts in order; 8 unless placed.")
 ]
 PlacementFile = Annotated[
     Path | None,
@@ -47,10 +53,15 @@ def decided(devices: int | None, placement: Path | None, plan: Path | None) -> P
     return replace(found, placements=(devices,))
 
 
+def on_devices(plan: Plan) -> Plan:
+    """A plan that says where experts are: on 8 devices in order, unless it does."""
+    return plan if plan.placements else replace(plan, placements=(DEVICES,))
+
+
 def most_devices(plan: Plan) -> int:
     """Devices of the largest placement of a plan; 8 where it has none."""
     counts = [p if isinstance(p, int) else p.num_devices for p in plan.placements]
-    return max(counts, default=8)
+    return max(counts, default=DEVICES)
 
 
 def named(placement: Path | None, plan: Path | None) -> dict[str, str | None]:

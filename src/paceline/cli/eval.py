@@ -11,17 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli import model_options
-from paceline.cli.decided import PlanFile, decided
+from paceline.cli.decided import Devices, PlanFile, decided, on_devices
 from paceline.cli.errors import guarded
 
 if TYPE_CHECKING:
     from paceline.evaluation.tasks import Chosen
     from paceline.plan import Plan
-
-CalibrationFolder = Annotated[
-    Path | None,
-    typer.Option(help="Calibration of the model, for policies with compensate=true."),
-]
 
 
 @guarded
@@ -32,10 +27,8 @@ def evaluate(
         typer.Option(help="What to judge, like capacity_factor=1.25; may be repeated."),
     ] = None,
     plan: PlanFile = None,
-    calibration: CalibrationFolder = None,
-    devices: Annotated[
-        int | None, typer.Option(help="Devices that share the experts in order; 8 unless placed.")
-    ] = None,
+    calibration: model_options.CalibrationFolder = None,
+    devices: Devices = None,
     text: model_options.Text = None,
     tasks: Annotated[
         list[str] | None,
@@ -78,13 +71,14 @@ def evaluate(
     Examples:
       paceline eval demo --policy capacity_factor=1.25 --policy capacity_factor=1,unit=expert
       paceline eval demo --policy capacity_factor=1 --tasks paceline_continuation,paceline_copy
+      paceline eval demo --policy capacity_factor=1,compensate=true --calibration demo
       paceline eval ./my-moe --text a.txt --text b.txt --plan plan.toml --out judged
       paceline eval allenai/OLMoE-1B-7B-0924-Instruct --suite paper --out olmoe
     """
     wanted = _tasks(tasks or [], suite)
     ways = tuple(dict.fromkeys(filter(None, compositions.split(","))))
     chosen, policies = _decided(policy or [], plan, devices, suite)
-    _check(limit, num_fewshot, batch_size, out, ways, calibration)
+    _check(limit, num_fewshot, batch_size, out, ways)
 
     from paceline.cli.models import load, read_texts
 
@@ -135,11 +129,7 @@ def _decided(
     from paceline.evaluation.suite import paper_policies
     from paceline.policy import CapacityPolicy
 
-    chosen = decided(devices, None, plan)
-    if not chosen.placements:
-        from dataclasses import replace
-
-        chosen = replace(chosen, placements=(8,))
+    chosen = on_devices(decided(devices, None, plan))
     read = [CapacityPolicy.parse(each) for each in policies]
     if not read and not chosen.policies:
         if suite is None:
@@ -154,7 +144,6 @@ def _check(
     batch_size: int,
     out: Path | None,
     ways: tuple[str, ...],
-    calibration: Path | None,
 ) -> None:
     from paceline.numbers import check_count
 
@@ -166,8 +155,6 @@ def _check(
         raise ValueError(f"--out {out} is a file: allowed is a folder, made if need be.")
     if not ways or not set(ways) <= {"one_text", "mixed", "solo"}:
         raise ValueError(f"--compositions {','.join(ways)}: allowed are one_text, mixed and solo.")
-    if calibration is not None and not calibration.is_dir():
-        raise ValueError(f"there is no calibration folder {calibration}")
 
 
 def _loaded(
@@ -181,7 +168,7 @@ def _loaded(
     from paceline.evaluation.tasks import load_tasks
 
     if model == "demo":
-        from paceline.demo.assets import TASK_FOLDER
+        from paceline.shipped import TASK_FOLDER
 
         include = [TASK_FOLDER, *include]
     return load_tasks(wanted, include, shots)

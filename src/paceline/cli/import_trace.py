@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -19,7 +18,7 @@ def import_trace(
             help="Trace: a file or folder of any known format; several: the ranks of one run."
         ),
     ],
-    out: Annotated[Path, typer.Option(help="Folder for the trace, to be made.")],
+    out: options.NewTrace,
     experts: options.Experts = None,
     k: options.K = None,
     layers: options.Layers = None,

@@ -14,7 +14,7 @@ import typer
 
 from paceline.cli import model_options
 from paceline.cli import trace_options as options
-from paceline.cli.decided import PlacementFile, PlanFile, decided, named
+from paceline.cli.decided import Devices, PlacementFile, PlanFile, decided, named
 from paceline.cli.errors import check_writable, guarded
 from paceline.cli.trace_loads import loads_of_trace
 
@@ -25,9 +25,7 @@ def loads(
         str, typer.Argument(help="Model folder, hub name, or: demo. Or a trace, or sample:NAME.")
     ],
     text: model_options.Text = None,
-    devices: Annotated[
-        int | None, typer.Option(help="Devices that share the experts in order; 8 unless placed.")
-    ] = None,
+    devices: Devices = None,
     placement: PlacementFile = None,
     plan: PlanFile = None,
     policy: Annotated[

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from enum import Enum
+from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from paceline.shipped import CALIBRATION_FOLDER, DEMO
 
 
 class DTypeName(str, Enum):
@@ -15,6 +18,19 @@ class DTypeName(str, Enum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
+
+
+class ContentName(str, Enum):
+    """Choices of what a trace of a model holds."""
+
+    counts = "counts"
+    choices = "choices"
+    scores = "scores"
+
+
+def calibration_folder(name: str) -> Path:
+    """The folder of a calibration; `demo` is the one that comes with the demo model."""
+    return CALIBRATION_FOLDER if name == DEMO else Path(name)
 
 
 ModelName = Annotated[str, typer.Argument(help="Model folder, hub name, or: demo.")]
@@ -27,6 +43,18 @@ BatchSize = Annotated[int, typer.Option(help="Sequences a batch.")]
 SequenceLength = Annotated[int, typer.Option(help="Of texts: tokens a sequence.")]
 Mix = Annotated[
     bool, typer.Option("--mix", help="Mix the texts in every batch, not one text a batch.")
+]
+CalibrationFolder = Annotated[
+    Path | None,
+    typer.Option(
+        parser=calibration_folder,
+        metavar="FOLDER",
+        help="Made by paceline calibrate, or: demo. For policies with compensate=true.",
+    ),
+]
+Content = Annotated[
+    ContentName,
+    typer.Option(help="counts reveal little; choices and scores, token by token, reveal text."),
 ]
 DType = Annotated[DTypeName, typer.Option(help="auto: float32 on a CPU, the model's own on CUDA.")]
 TrustRemoteCode = Annotated[

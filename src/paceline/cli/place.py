@@ -10,7 +10,15 @@ import typer
 
 from paceline.cli.errors import guarded
 from paceline.cli.model_options import AsJson
-from paceline.cli.trace_options import Experts, K, Layers, ModelConfig, TraceName, WorldSize
+from paceline.cli.trace_options import (
+    Devices,
+    Experts,
+    K,
+    Layers,
+    ModelConfig,
+    TraceName,
+    WorldSize,
+)
 
 if TYPE_CHECKING:
     from paceline.traces import Trace
@@ -19,7 +27,7 @@ if TYPE_CHECKING:
 @guarded
 def place(
     trace: TraceName,
-    devices: Annotated[int, typer.Option(help="Devices that share the experts.")] = 8,
+    devices: Devices = 8,
     judge: Annotated[
         str | None, typer.Option(help="Another trace of the same model, to judge on as well.")
     ] = None,

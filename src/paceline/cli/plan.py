@@ -10,14 +10,14 @@ import typer
 
 from paceline.cli.errors import guarded
 from paceline.cli.model_options import AsJson
-from paceline.cli.trace_options import TraceName
+from paceline.cli.trace_options import Devices, TraceName
 
 
 @guarded
 def plan(
     trace: TraceName,
     model_config: Annotated[Path, typer.Option(help="The model's config.json, or its folder.")],
-    devices: Annotated[int, typer.Option(help="Devices that share the experts.")] = 8,
+    devices: Devices = 8,
     hardware: Annotated[
         str,
         typer.Option(help="A preset (h100, h200, b200, h20, a100, l40s, mi300x), or a file."),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,29 +11,19 @@ import typer
 
 from paceline.cli import model_options
 from paceline.cli.errors import guarded
-
-
-class ContentName(str, Enum):
-    """Choices of --content."""
-
-    counts = "counts"
-    choices = "choices"
-    scores = "scores"
+from paceline.cli.trace_options import NewTrace
 
 
 @guarded
 def record(
     model: model_options.ModelName,
-    out: Annotated[Path, typer.Option(help="Folder for the trace, to be made.")],
+    out: NewTrace,
     text: model_options.Text = None,
     prompts: Annotated[
         Path | None,
         typer.Option(help="File of prompts to answer: one a line, or JSON lines with a prompt."),
     ] = None,
-    content: Annotated[
-        ContentName,
-        typer.Option(help="counts reveal little; choices and scores, token by token, reveal text."),
-    ] = ContentName.counts,
+    content: model_options.Content = model_options.ContentName.counts,
     tokens: model_options.Tokens = 16384,
     batch_size: model_options.BatchSize = 16,
     sequence_length: model_options.SequenceLength = 256,
@@ -99,12 +88,16 @@ def read_prompts(path: Path) -> list[str]:
     """
     import json
 
+    from paceline.files import MOST_TEXT, read_plain
+
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_plain(path, MOST_TEXT, pipes=True).decode("utf-8").splitlines()
     except UnicodeDecodeError:
         raise ValueError(f"--prompts {path} is not UTF-8 text.") from None
     except OSError as error:
         raise ValueError(f"--prompts {path} can't be read: {error.strerror}.") from None
+    except ValueError as error:
+        raise ValueError(f"--prompts {path} can't be read: {error}.") from None
     found = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -147,7 +140,7 @@ def _run(model: Any, batch: Any, max_new_tokens: int | None) -> None:
     """Read a batch of ids, or answer a batch of prompts."""
     import torch
 
-    with torch.inference_mode():
+    with torch.no_grad():
         if max_new_tokens is None:
             # loads need no logits: where the model can leave them out, that saves a large buffer
             spare = "logits_to_keep" in inspect.signature(model.forward).parameters

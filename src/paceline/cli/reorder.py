@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,7 +44,7 @@ def reorder(
     from paceline.checkpoint.compare import TOLERANCE, output_difference
     from paceline.checkpoint.folder import open_checkpoint
     from paceline.checkpoint.reorder import reorder as write
-    from paceline.checkpoint.reorder import reordered_plan, wanted_maps
+    from paceline.checkpoint.reorder import wanted_maps
     from paceline.cli.models import folder_of, quiet
     from paceline.cli.progress import progress
     from paceline.plan import Plan
@@ -53,28 +52,29 @@ def reorder(
     wanted = Plan.load(plan)
     checkpoint = open_checkpoint(folder_of(model))
     maps = wanted_maps(checkpoint, wanted)
-    with progress() as tell:
-        write(checkpoint, maps, out, tell)
-    reordered_plan(wanted, maps).save(out / "plan.toml")
     size = sum((checkpoint.folder / shard).stat().st_size for shard in checkpoint.shards)
+    compared: list[float] = []
+
+    def compare(made: Path) -> None:
+        quiet()
+        compared.append(output_difference(checkpoint.folder, made, trust_remote_code))
+        if not compared[0] <= TOLERANCE:
+            raise ValueError(
+                f"{model} can't be reordered: in another order its outputs differ by "
+                f"{compared[0]:.2g} (allowed is {TOLERANCE:g}), so {out} was not made."
+            )
+
+    compares = size < _CHECK_BELOW if check is None else check
+    with progress() as tell:
+        write(checkpoint, maps, out, tell, wanted, compare if compares else None)
     result: dict[str, Any] = {
         "model": model,
         "out": str(out),
         "layers": len(checkpoint.layers()),
         "devices": maps[0].num_devices,
         "tensors_moved": sum(len(layer.tensors) for layer in checkpoint.layers()),
-        "output_difference": None,
+        "output_difference": compared[0] if compared else None,
     }
-    if size < _CHECK_BELOW if check is None else check:
-        quiet()
-        difference = output_difference(checkpoint.folder, out, trust_remote_code)
-        result["output_difference"] = difference
-        if not difference <= TOLERANCE:
-            shutil.rmtree(out)
-            raise ValueError(
-                f"{model} can't be reordered: in another order its outputs differ by "
-                f"{difference:.2g} (allowed is {TOLERANCE:g}), so {out} was removed again."
-            )
     if json:
         from paceline.files import to_json
 

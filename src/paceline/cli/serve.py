@@ -9,7 +9,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,18 +16,11 @@ from typing import Annotated
 
 import typer
 
+from paceline.cli import model_options
 from paceline.cli.errors import guarded
+from paceline.shipped import DEMO
 
 CONTROL = "paceline.engines.vllm.control.PolicyControl"
-DEMO = "demo"
-
-
-class ContentName(str, Enum):
-    """Choices of --record-content."""
-
-    counts = "counts"
-    choices = "choices"
-    scores = "scores"
 
 
 @guarded
@@ -48,18 +40,12 @@ def serve(
     plan: Annotated[
         Path | None, typer.Option(help="File with policies and placements, TOML.")
     ] = None,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(help="Folder made by paceline calibrate, for policies with compensate=true."),
-    ] = None,
+    calibration: model_options.CalibrationFolder = None,
     record: Annotated[
         Path | None,
         typer.Option(help="Folder for a trace of what the layers choose, to be made."),
     ] = None,
-    record_content: Annotated[
-        ContentName,
-        typer.Option(help="counts reveal little; choices and scores, token by token, reveal text."),
-    ] = ContentName.counts,
+    record_content: model_options.Content = model_options.ContentName.counts,
     accept_shared_budget: Annotated[
         bool,
         typer.Option(
@@ -186,7 +172,7 @@ def untied_demo(folder: Path) -> str:
     """
     from safetensors.torch import load_file, save_file
 
-    from paceline.demo.assets import MODEL_FOLDER
+    from paceline.shipped import MODEL_FOLDER
 
     weights = load_file(MODEL_FOLDER / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()

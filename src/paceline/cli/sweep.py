@@ -10,20 +10,17 @@ from typing import Annotated
 import typer
 
 from paceline.cli import model_options
-from paceline.cli.decided import PlacementFile, decided
+from paceline.cli.decided import Devices, PlacementFile, decided, on_devices
 from paceline.cli.errors import check_writable, guarded
-from paceline.cli.eval import CalibrationFolder
 
 
 @guarded
 def sweep(
     model: model_options.ModelName,
     text: model_options.Text = None,
-    devices: Annotated[
-        int | None, typer.Option(help="Devices that share the experts in order; 8 unless placed.")
-    ] = None,
+    devices: Devices = None,
     placement: PlacementFile = None,
-    calibration: CalibrationFolder = None,
+    calibration: model_options.CalibrationFolder = None,
     factors: Annotated[
         str | None, typer.Option(help="Capacity factors by comma; 0: one assignment a unit.")
     ] = None,
@@ -52,7 +49,7 @@ def sweep(
     \b
     Examples:
       paceline sweep demo --text prose --text german
-      paceline sweep demo --calibration calibrated --factors 1.5,1,0.75,0.5 --out swept
+      paceline sweep demo --calibration demo --factors 1.5,1,0.75,0.5 --out swept
       paceline sweep ./my-moe --text a.txt --text b.txt --placement placed.toml --units device
     """
     from paceline.evaluation.sweep import FACTORS, Axes
@@ -66,11 +63,9 @@ def sweep(
         compensates=(False, True) if calibration is not None else (False,),
     )
     list(axes.policies())  # a wrong value is said before the model is loaded
-    chosen = decided(devices, placement, None)
+    chosen = on_devices(decided(devices, placement, None))
     if out is not None:
         check_writable(out / "sweep.json") if out.exists() else check_writable(out)
-
-    from dataclasses import replace
 
     from paceline.batches import Sampling
     from paceline.cli.models import load, read_texts
@@ -80,8 +75,6 @@ def sweep(
     from paceline.reporting.sweep_table import sweep_table
     from paceline.stand_ins.file import Calibration
 
-    if not chosen.placements:
-        chosen = replace(chosen, placements=(8,))
     texts = read_texts(text or [], model)
     fitted = None if calibration is None else Calibration.load(calibration)
     network, tokenizer = load(model, dtype.value, trust_remote_code)

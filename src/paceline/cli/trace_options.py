@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 TraceName = Annotated[
     str, typer.Argument(help="Trace: a file or folder of any known format, or sample:NAME.")
 ]
+NewTrace = Annotated[Path, typer.Option(help="Folder for the trace, to be made.")]
+Devices = Annotated[int, typer.Option(help="Devices that share the experts.")]
 BatchTokens = Annotated[
     int | None,
     typer.Option(help="Cut the trace's tokens into batches of so many. Default: as it has them."),

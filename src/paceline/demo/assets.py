@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import json
-from importlib.resources import files
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from paceline.shipped import CALIBRATION_FOLDER, DECODE_FILE, MODEL_FOLDER, SWEEP_FILE, TEXT_FOLDER
 
 if TYPE_CHECKING:
     from paceline.stand_ins.file import Calibration
-
-_HERE = Path(str(files("paceline.demo")))
-MODEL_FOLDER = _HERE / "model"
-TEXT_FOLDER = _HERE / "text"
-CALIBRATION_FOLDER = _HERE / "calibration"
-TASK_FOLDER = _HERE / "tasks"
-"""Small tasks for lm-evaluation-harness; their card is README.md there."""
 
 
 def domains() -> list[str]:
@@ -43,8 +36,7 @@ def shipped_sweep() -> dict[str, Any] | None:
     """
     from paceline.evaluation.sweep_file import read_sweep
 
-    path = _HERE / "sweep.json"
-    return read_sweep(path) if path.is_file() else None
+    return read_sweep(SWEEP_FILE) if SWEEP_FILE.is_file() else None
 
 
 def shipped_decode() -> dict[str, Any] | None:
@@ -52,10 +44,9 @@ def shipped_decode() -> dict[str, Any] | None:
 
     Made by benchmarks/active_experts.py and then `benchmarks/active_picture.py --ship`.
     """
-    path = _HERE / "decode.json"
-    if not path.is_file():
+    if not DECODE_FILE.is_file():
         return None
-    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    result: dict[str, Any] = json.loads(DECODE_FILE.read_text(encoding="utf-8"))
     return result
 
 

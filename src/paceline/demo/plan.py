@@ -53,7 +53,9 @@ def _compensated(factor: float, unit: Unit = "device", placed: bool = False) -> 
         key=f"compensated-{part}{factor:g}" + ("-placed" if placed else ""),
         label=f"{family}, {factor:g}×",
         family=family,
-        policy=CapacityPolicy(capacity_factor=factor, unit=unit, compensate=True),
+        policy=CapacityPolicy(
+            capacity_factor=factor, unit=unit, keep="contribution", compensate=True
+        ),
         counterpart=f"{unit}-{factor:g}-score" if factor >= 1 and not placed else None,
         placed=placed,
     )

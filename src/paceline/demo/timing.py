@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -53,7 +53,11 @@ def time_batch(
         work, spread = {}, {}
         for entry in entries:
             placement = ExpertPlacement.explicit(found.placement) if entry.placed else in_order
-            assignment = route(layer.inputs, entry.policy, placement)
+            inputs = layer.inputs
+            if entry.policy.keep == "contribution":
+                norms = stand_ins.norms(layer.hidden, entry.policy.compensate)
+                inputs = replace(inputs, expert_norms=norms)
+            assignment = route(inputs, entry.policy, placement)
             work[entry.key] = split_by_device(
                 layer.hidden, assignment.topk_ids, assignment.topk_weights, placement
             )

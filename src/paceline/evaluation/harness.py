@@ -20,8 +20,7 @@ from torch import Tensor
 from paceline.engines.transformers import attach
 from paceline.plan import Plan
 from paceline.settings import PlacementsLike, PoliciesLike
-
-DEMO = "demo"
+from paceline.shipped import CALIBRATION_FOLDER, DEMO, MODEL_FOLDER
 
 Run = Callable[[], list[Any]]
 AroundBatch = Callable[[list[Any], Run], list[Any]]
@@ -52,7 +51,7 @@ class PacelineLM(HFLM):  # type: ignore[misc]
         plan: file with policies, placements and calibration.
         placement: expert -> device, as `attach` takes it.
         devices: that share the experts in order; instead of a placement.
-        calibration: folder of one, for compensate=true.
+        calibration: folder of one, or "demo", for compensate=true.
         hf: every other argument of the harness's `hf`.
 
     Attributes:
@@ -76,9 +75,9 @@ class PacelineLM(HFLM):  # type: ignore[misc]
         **hf: Any,
     ) -> None:
         if isinstance(pretrained, str) and pretrained == DEMO:
-            from paceline.demo.assets import MODEL_FOLDER
-
             pretrained = str(MODEL_FOLDER)
+        if isinstance(calibration, str) and calibration == DEMO:
+            calibration = CALIBRATION_FOLDER
         read = Plan.load(plan) if isinstance(plan, str) else plan
         if devices is not None and (placement is not None or (read and read.placements)):
             raise ValueError(f"devices={devices} and a placement both place the experts: give one.")

@@ -98,7 +98,7 @@ def batch_losses(model: Any, batch: Batch) -> list[float]:
     """
     if batch.given:
         raise ValueError(f"batch has {', '.join(batch.given)}: allowed are ids alone.")
-    with torch.inference_mode():
+    with torch.no_grad():
         ids = batch.ids.to(model.device)
         return sequence_losses(model(input_ids=ids, use_cache=False).logits, ids)
 

@@ -16,6 +16,7 @@ from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
 from paceline.settings import PoliciesLike
 from paceline.stand_ins.file import Calibration
+from paceline.stand_ins.identity import plain
 
 BASELINE = "none"
 """Name of the run without a policy, which everything is compared with."""
@@ -74,7 +75,8 @@ class Subject:
         Of every weight, up to SAMPLED values spread over it are looked at.
         """
         seen = hashlib.sha256()
-        for name, weight in self.model.state_dict().items():
+        weights = self.model.state_dict().items()
+        for name, weight in (part for own, whole in weights for part in plain(own, whole)):
             seen.update(f"{name} {list(weight.shape)} {weight.dtype} {weight.device.type}".encode())
             if weight.device.type != "meta" and weight.numel():
                 step = max(1, weight.numel() // SAMPLED)

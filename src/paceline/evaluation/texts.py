@@ -143,7 +143,7 @@ def _run_all(
 
 def _judge(model: Any, batch: Batch) -> dict[str, Any]:
     ids = batch.ids.to(model.device)
-    with torch.inference_mode():
+    with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits
         return {
             "losses": sequence_losses(logits, ids),

@@ -43,8 +43,8 @@ class RoutingInputs:
         token_request: [tokens] any integer label of the request that a token belongs to.
         token_priority: [tokens] small integers, higher is kept first, clamped to [-128, 127].
         token_decode: [tokens] bool, True where a token is being generated (not prompt).
-        expert_norms: [experts] mean norm of what dropping an assignment of each expert leaves, for
-            keep="contribution".
+        expert_norms: norm of what dropping an assignment leaves, for keep="contribution": [experts]
+            the mean of each expert, or [tokens, experts] what is expected of each assignment.
         num_experts: experts of the layer, where neither scores nor a placement tell.
         layer: index of the layer; with `step` it varies keep="random".
         step: number of the forward, an int or a 0-d integer tensor on the tokens' device.
@@ -103,9 +103,12 @@ class RoutingInputs:
             _check("token_decode", self.token_decode, shape[:1], _FLAGS, device)
         if self.expert_norms is not None:
             _check("expert_norms", self.expert_norms, None, _FLOATS, device)
-            if self.expert_norms.dim() != 1:
-                said = list(self.expert_norms.shape)
-                raise ValueError(f"expert_norms has shape {said}: allowed is [experts].")
+            said = self.expert_norms.shape
+            if len(said) != 1 and (len(said) != 2 or said[0] != shape[0]):
+                raise ValueError(
+                    f"expert_norms has shape {list(said)}: allowed is [experts] or "
+                    f"[{shape[0]}, experts]."
+                )
         if not (self.num_experts is None and type(self.layer) is type(self.step) is int):
             self._check_numbers()
 
@@ -142,7 +145,7 @@ class RoutingInputs:
         if self.scores is not None:
             known["scores"] = static(self.scores.shape[1])
         if self.expert_norms is not None:
-            known["expert_norms"] = static(self.expert_norms.shape[0])
+            known["expert_norms"] = static(self.expert_norms.shape[-1])
         if self.num_experts is not None:
             known["num_experts"] = self.num_experts
         if not known:

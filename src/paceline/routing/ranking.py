@@ -99,7 +99,7 @@ def require_scores(scores: Tensor | None) -> Tensor:
 
 
 def contributions(candidates: Candidates) -> Tensor:
-    """[tokens, slots] float32 combine weights times the norms of their experts.
+    """[tokens, slots] float32 combine weights times the norms of what dropping leaves.
 
     Raises:
         ValueError: if the inputs have no norms.
@@ -110,4 +110,6 @@ def contributions(candidates: Candidates) -> Tensor:
             'keep="contribution" needs expert_norms, which a calibration of the model gives; '
             'keep="weight" ranks by the combine weights.'
         )
-    return candidates.weights.float() * norms.float()[candidates.safe_ids]
+    ids = candidates.safe_ids
+    known = norms[ids] if norms.dim() == 1 else norms.gather(1, ids)
+    return candidates.weights.float() * known.float()

@@ -21,7 +21,7 @@ _HAS_TRITON = find_spec("triton") is not None
 
 _LOW = (torch.bfloat16, torch.float16, torch.float32)  # what the kernels multiply
 
-_BUFFERS = ("_down", "_up", "_shift", "_bias", "_scale", "_local")
+_BUFFERS = ("_down", "_up", "_shift", "_bias", "_scale", "_local", "_norms", "_log", "_slope")
 
 
 class Compensation:
@@ -52,20 +52,31 @@ class Compensation:
             scale = torch.where(ranks > 0, 1 / ranks, 0)
             self._scale = scale.to(like.device, exact)  # [own] 1 / rank, 0 without a stand-in
             self._local = local.to(like.device)
-            norms = torch.stack([layer.output_norm, layer.residual_norm])
-            self._norms = _known(norms).to(like.device)
+            known = layer.output_norm > 0  # of the others nothing was seen
+            self._norms = _or_mean(layer.output_norm, known).to(like.device)
+            slope = layer.residual_slope.double()
+            log = _or_mean(layer.residual_log, known) - (slope * layer.mean).sum(1)
+            # of all experts, as who stays is decided for all
+            self._log = log.to(like.device, exact)  # [experts]
+            self._slope = slope.T.contiguous().to(like.device, exact)  # [hidden, experts]
         self._own = len(own)
 
-    def norms(self, compensate: bool, device: torch.device) -> Tensor:
-        """[experts] mean norm of what dropping an assignment leaves, with stand-ins or without.
+    def norms(self, hidden: Tensor, compensate: bool) -> Tensor:
+        """How much dropping an assignment leaves out of its token.
 
         Args:
+            hidden: [..., hidden] states of the tokens.
             compensate: whether stand-ins are added.
-            device: of the tokens.
+
+        Returns:
+            [experts] mean norm of the outputs; with stand-ins [tokens, experts] norm that is
+            expected of what a stand-in leaves of an output.
         """
-        if self._norms.device != device:  # the model was moved
-            self._norms = self._norms.to(device)
-        return self._norms[int(compensate)]
+        self._follow(hidden.device)
+        if not compensate:
+            return self._norms
+        x = hidden.detach().reshape(-1, hidden.shape[-1]).to(self._slope.dtype)
+        return torch.addmm(self._log, x, self._slope).float().exp()
 
     def __call__(
         self,
@@ -91,9 +102,7 @@ class Compensation:
         """
         if self._own == 0:
             return out
-        if self._local.device != ids.device:  # the model was moved
-            for name in _BUFFERS:
-                setattr(self, name, getattr(self, name).to(ids.device))
+        self._follow(ids.device)
         local = self._local[torch.where(dropped, ids.long(), -1)]
         x = hidden.reshape(-1, hidden.shape[-1])
         # where a graph is made or a device runs ahead, shapes must not depend on what was dropped
@@ -104,6 +113,11 @@ class Compensation:
             give = self._sorted if _HAS_TRITON and x.dtype in _LOW else self._dense
         flat = out.reshape(-1, out.shape[-1])
         return give(flat, x.to(self._down.dtype), local, weights, tell).reshape(out.shape)
+
+    def _follow(self, device: torch.device) -> None:
+        if self._local.device != device:  # the model was moved
+            for name in _BUFFERS:
+                setattr(self, name, getattr(self, name).to(device))
 
     def _dense(
         self, out: Tensor, x: Tensor, local: Tensor, weights: Tensor, tell: Tell | None
@@ -142,39 +156,40 @@ class Compensation:
     def _grouped(
         self, out: Tensor, x: Tensor, local: Tensor, weights: Tensor, tell: Tell | None
     ) -> Tensor:
-        """The dropped assignments alone, expert by expert."""
+        """The dropped assignments alone, expert by expert; rows are touched as seldom as can be."""
         flat = local.flatten()
         pairs = (flat < self._own).nonzero().flatten()
         if pairs.shape[0] == 0:
             return out
-        pairs = pairs[flat[pairs].argsort(stable=True)]
+        experts, order = flat[pairs].sort(stable=True)
+        pairs = pairs[order]
         tokens = pairs // local.shape[1]
-        shares = weights.flatten()[pairs].to(self._shift.dtype).unsqueeze(1)
-        counts = torch.bincount(flat[pairs], minlength=self._own).tolist()
-        total = torch.zeros(out.shape, dtype=self._shift.dtype, device=out.device)
-        far = torch.zeros((), dtype=torch.float64)
-        start = 0
-        for expert, count in enumerate(counts):
-            if count == 0:
-                continue
-            part = slice(start, start + count)
-            start += count
-            seen = x[tokens[part]] @ self._down[expert].T - self._shift[expert]
-            if tell is not None:
-                far += seen.square().sum() * self._scale[expert]
-            share = shares[part]
-            inner, constant = (seen * share).to(x.dtype), share.to(x.dtype) * self._bias[expert]
-            left = torch.addmm(constant, inner, self._up[expert])
-            total.index_add_(0, tokens[part], left.to(total.dtype))
+        exact = self._shift.dtype
+        shares = weights.flatten()[pairs].to(exact)
+        counts = torch.bincount(experts, minlength=self._own).tolist()
+        some = [expert for expert, count in enumerate(counts) if count]
+        sizes = [count for count in counts if count]
+        looked = zip(some, torch.split(tokens, sizes), strict=True)
+        seen = torch.cat([x[part] @ self._down[expert].T for expert, part in looked])
+        seen = seen.to(exact) - self._shift[experts]
         if tell is not None:
-            tell(far, (self._scale[flat[pairs]] > 0).sum())
-        some = torch.zeros(len(out), dtype=torch.bool, device=out.device)
-        some[tokens] = True
-        return torch.where(some.unsqueeze(1), out + total.to(out.dtype), out)
+            scale = self._scale[experts]
+            tell((seen.square().sum(1) * scale).sum(), (scale > 0).sum())
+        inner = torch.split((seen * shares.unsqueeze(1)).to(x.dtype), sizes)
+        share = torch.split(shares.to(x.dtype), sizes)
+        if out.dtype is exact:
+            rows, at, total = None, tokens, out.clone()
+        else:  # added up exactly, and rounded once
+            rows, at = torch.unique(tokens, return_inverse=True)
+            total = out[rows].to(exact)
+        parts = zip(some, inner, share, torch.split(at, sizes), strict=True)
+        for expert, own, each, where in parts:
+            left = (own @ self._up[expert]).addr_(each, self._bias[expert])
+            total.index_add_(0, where, left.to(exact))
+        return total if rows is None else out.index_copy(0, rows, total.to(out.dtype))
 
 
-def _known(norms: Tensor) -> Tensor:
-    """[2, experts] norms; an expert that had no rows gets the mean of those that had some."""
-    some = norms[0] > 0
-    mean = norms[:, some].mean(1, keepdim=True) if bool(some.any()) else torch.ones(2, 1)
-    return torch.where(some, norms, mean)
+def _or_mean(values: Tensor, known: Tensor) -> Tensor:
+    """[experts] values; an expert that had no rows gets the mean of those that had some."""
+    mean = values[known].mean() if bool(known.any()) else torch.ones(())
+    return torch.where(known, values, mean)

@@ -7,11 +7,13 @@ on a CPU fits the same model in bfloat16 on a GPU; quantised weights are compare
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _DIGITS = 16  # hexadecimal, of a SHA-256: by chance two are alike once in 2^64
 
@@ -58,9 +60,24 @@ def of_experts(experts: nn.Module, count: int) -> list[str]:
     return [_of(weights)] * count
 
 
+def plain(name: str, t: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """This rank's part of a tensor by name; all parts of one that wraps others, as torchao's do.
+
+    >>> [name for name, _ in plain("weight", torch.ones(2))]
+    ['weight']
+    """
+    part: Any = _local(t)
+    if not is_traceable_wrapper_subclass(part):
+        yield name, part
+        return
+    inside, _ = part.__tensor_flatten__()
+    for attribute in inside:
+        yield from plain(f"{name}.{attribute}", getattr(part, attribute))
+
+
 def _weights(module: nn.Module) -> list[tuple[str, Tensor]]:
     named = [*module.named_parameters(), *module.named_buffers()]
-    return [(name, _local(t.detach())) for name, t in named]
+    return [part for name, t in named for part in plain(name, t.detach())]
 
 
 def _local(t: Tensor) -> Tensor:

@@ -32,6 +32,9 @@ class LayerCalibration:
         loads: [texts, E] int64 rows of each text that were routed to each expert.
         output_norm: [E] float32 mean norm of the outputs, 0 without rows.
         residual_norm: [E] float32 mean norm of what a stand-in leaves of them.
+        residual_log: [E] float32, and
+        residual_slope: [E, hidden] bfloat16: the logarithm of that norm for an input x is expected
+            to be residual_log + residual_slope (x - mean); zeros without rows.
         explained_by_expert: [E] float32, as `explained`.
     """
 
@@ -51,6 +54,8 @@ class LayerCalibration:
     loads: Tensor
     output_norm: Tensor
     residual_norm: Tensor
+    residual_log: Tensor
+    residual_slope: Tensor
     explained_by_expert: Tensor
 
     def tensors(self) -> dict[str, Tensor]:
@@ -71,6 +76,8 @@ _TENSORS: Mapping[str, tuple[torch.dtype, tuple[str, ...]]] = {
     "loads": (torch.int64, ("texts", "experts")),
     "output_norm": (torch.float32, ("experts",)),
     "residual_norm": (torch.float32, ("experts",)),
+    "residual_log": (torch.float32, ("experts",)),
+    "residual_slope": (torch.bfloat16, ("experts", "hidden")),
     "explained_by_expert": (torch.float32, ("experts",)),
 }
 _FIELDS = (

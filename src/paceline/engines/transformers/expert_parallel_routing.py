@@ -65,7 +65,8 @@ def route_together(
 ) -> Assignment:
     """Decide for the tokens of all ranks alike, in rank order, and take this rank's rows.
 
-    Sends per token, to every rank: 4 bytes for each id, weight and score, and 4 for flags.
+    Sends per token, to every rank: 4 bytes for each id, weight and score, and 4 for flags; with
+    norms of each assignment, 4 bytes for each of these too.
 
     Raises:
         ValueError: if the policy ranks by a registered metric of inputs that are not sent.
@@ -86,6 +87,11 @@ def route_together(
     weights = inputs.topk_weights
     columns = [torch.where(in_range, ids, -1).int(), _bits(weights)]
     columns += [] if known is None else [_bits(known)]
+    norms = inputs.expert_norms
+    of_each = norms is not None and norms.dim() == 2  # else all ranks know them
+    if norms is not None and of_each:
+        own = norms if policy.expand is not None else norms.gather(1, torch.where(in_range, ids, 0))
+        columns += [_bits(own)]
     columns += [_flags(inputs).unsqueeze(1)]
     packed, sizes = parallel.link.all_gather(
         torch.cat(columns, 1), f"the routing of {parallel.layer}"
@@ -93,6 +99,10 @@ def route_together(
     parallel.bytes_sent += (parallel.link.size - 1) * rows * packed.shape[1] * packed.element_size()
     ids, all_weights, *rest, flags = torch.split(packed, [part.shape[1] for part in columns], 1)
     all_scores = None if known is None else rest[0].contiguous().view(torch.float32)
+    if of_each:
+        norms = rest[-1].contiguous().view(torch.float32)
+        if policy.expand is None:
+            norms = _spread(norms, ids, parallel.num_experts)
     flags = flags[:, 0]
     together = route(
         RoutingInputs(
@@ -106,7 +116,7 @@ def route_together(
             token_source=torch.arange(len(sizes), device=flags.device).repeat_interleave(
                 torch.tensor(sizes, device=flags.device), output_size=sum(sizes)
             ),
-            expert_norms=inputs.expert_norms,
+            expert_norms=norms,
             num_experts=parallel.num_experts,
             layer=inputs.layer,
             step=inputs.step,
@@ -138,6 +148,12 @@ def rows_of(assignment: Assignment, rows: slice, inputs: RoutingInputs) -> Assig
     # of all ranks, not of these rows
     own.capacity, own.narrowed = assignment.capacity, assignment.narrowed
     return own
+
+
+def _spread(values: Tensor, ids: Tensor, experts: int) -> Tensor:
+    """[tokens, experts] values [tokens, k] of ids, at their experts; the rest are zeros."""
+    table = values.new_zeros((len(values), experts + 1))
+    return table.scatter(1, torch.where(ids < 0, experts, ids).long(), values)[:, :experts]
 
 
 def _bits(values: Tensor) -> Tensor:

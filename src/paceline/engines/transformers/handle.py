@@ -163,6 +163,10 @@ class Pace:
         """Sizes of each layer and fingerprints of its weights: what a calibration is bound to."""
         return [layer.identity() for layer in self._layers]
 
+    def row_costs(self) -> list[float]:
+        """[layers] what each computes for a token: weights of an expert times experts a token."""
+        return [layer.row_cost() for layer in self._layers]
+
     # -- watching ---------------------------------------------------------------------------------
 
     def watch(self, watcher: Watcher, facts: Facts = NO_FACTS) -> Callable[[], None]:

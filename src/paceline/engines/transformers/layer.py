@@ -94,6 +94,11 @@ class AttachedLayer:
         known = dict(zip(own, experts, strict=True))
         return LayerIdentity(self.name, self.k, self.num_experts, router, known)
 
+    def row_cost(self) -> float:
+        """What the layer computes for a token: weights of an expert times experts a token."""
+        weights = sum(weight.numel() for weight in self.modules.experts.parameters())
+        return weights / len(self.own_experts) * self.k
+
     def compensate(self, found: LayerCalibration) -> None:
         """Have dropped assignments leave their stand-ins, where a policy asks for it."""
         self.compensation = Compensation(found, self.leaving_experts, self._like)
@@ -158,7 +163,7 @@ class AttachedLayer:
             if not watchers
             else Facts.union(rule.facts, *(asked for _, asked in watchers))
         )
-        inputs = self._inputs(context, facts, rule, ids, weights, router)
+        inputs = self._inputs(context, facts, rule, hidden, ids, weights, router)
         assignment = self._route(inputs, rule.policy)
         with torch.no_grad():
             if rule.routes:
@@ -241,6 +246,7 @@ class AttachedLayer:
         context: ForwardContext,
         facts: Facts,
         rule: LayerRule,
+        hidden: Tensor,
         ids: Tensor,
         weights: Tensor,
         router: tuple[Tensor, Any] | None,
@@ -270,7 +276,7 @@ class AttachedLayer:
             position = told(context.position)
         norms = None
         if policy.keep == "contribution" and self.compensation is not None:
-            norms = self.compensation.norms(policy.compensate, ids.device)
+            norms = self.compensation.norms(hidden, policy.compensate)
         step = context.step
         return RoutingInputs(
             topk_ids=ids,

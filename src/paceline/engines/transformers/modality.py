@@ -12,6 +12,8 @@ MODALITY_OF_TYPE = {"image": 1, "video": 2, "audio": 3}
 """Values of Transformers' mm_token_type_ids; 0 is text."""
 
 _TOKEN_TYPES = ("mm_token_type_ids", "moe_mm_token_type_ids")
+_IDS_BESIDE = "talker_input_ids"
+"""What embeddings were made of: Qwen3-Omni's talker is given the thinker's, these ids beside."""
 _TOWERS = {
     "pixel_values_videos": "video",
     "pixel_values": "image",
@@ -61,8 +63,9 @@ def modality_of(arguments: dict[str, Any], config: Any, decoding: bool) -> dict[
         if isinstance(types, Tensor) and types.dim() == 2 and types.shape[1] in lengths:
             return told_apart(types[:, -length:].reshape(-1))
     placeholders = modality_tokens(config)
-    if not tokens.is_floating_point():
-        return {m: tokens.reshape(-1) == token for m, token in placeholders.items()}
+    ids = arguments.get(_IDS_BESIDE) if tokens.is_floating_point() else tokens
+    if isinstance(ids, Tensor) and ids.shape == tokens.shape[:2]:
+        return {m: ids.reshape(-1) == token for m, token in placeholders.items()}
     return None if placeholders else {}
 
 

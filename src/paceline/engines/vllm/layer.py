@@ -141,12 +141,13 @@ class CappedLayer:
 
     # -- running ----------------------------------------------------------------------------------
 
-    def cap(self, weights: Tensor, ids: Tensor, logits: Tensor) -> None:
+    def cap(self, weights: Tensor, ids: Tensor, hidden: Tensor, logits: Tensor) -> None:
         """Mark dropped slots `DROPPED` and zero their weights, in place.
 
         Args:
             weights: [tokens, k] float32.
             ids: [tokens, k] int32.
+            hidden: [tokens, hidden] states of the tokens.
             logits: [tokens, experts] of the router.
         """
         if self.on_device is not None:
@@ -157,7 +158,7 @@ class CappedLayer:
         batch = current_batch(ids.shape[0])
         if not batch.real:
             return
-        assignment = self._routed_batch(batch, weights, ids, logits)
+        assignment = self._routed_batch(batch, weights, ids, hidden, logits)
         if assignment is None or self.policy.mode != "enforce":
             return
         kept = assignment.kept
@@ -218,7 +219,7 @@ class CappedLayer:
             self.on_device.counts.zero_()
 
     def expand(
-        self, weights: Tensor, ids: Tensor, logits: Tensor, slots: int
+        self, weights: Tensor, ids: Tensor, hidden: Tensor, logits: Tensor, slots: int
     ) -> tuple[Tensor, Tensor]:
         """[tokens, slots] weights and ids of what is kept, extras after the first k."""
         wide_weights, wide_ids = widened(weights, slots, 0), widened(ids, slots, DROPPED)
@@ -227,7 +228,7 @@ class CappedLayer:
         batch = current_batch(ids.shape[0])
         if not batch.real:
             return wide_weights, wide_ids
-        assignment = self._routed_batch(batch, weights, ids, logits)
+        assignment = self._routed_batch(batch, weights, ids, hidden, logits)
         if assignment is None or self.policy.mode != "enforce":
             return wide_weights, wide_ids
         used = assignment.kept.shape[1]
@@ -243,7 +244,7 @@ class CappedLayer:
         return wide_weights, wide_ids
 
     def _routed_batch(
-        self, batch: Batch, weights: Tensor, ids: Tensor, logits: Tensor
+        self, batch: Batch, weights: Tensor, ids: Tensor, hidden: Tensor, logits: Tensor
     ) -> Assignment | None:
         """What routing says, counted; None where the choice stays as it is."""
         policy = self.policy
@@ -255,12 +256,13 @@ class CappedLayer:
                 # a copy: vLLM may use the memory again
                 self.loads.observe(self._assigned(ids, weights).clone(), batch.valid)
             if self.watchers:
-                self._watched(self._inputs(batch, weights, ids, logits), OBSERVE)
+                self._watched(self._inputs(batch, weights, ids, hidden, logits), OBSERVE)
             return None
         if self.warns and shares_budget(policy) and batch.requests > 1:
             self.warns = False
             warn_of_sharing(policy, batch.requests)
-        assignment = self._watched(self._inputs(batch, weights, ids, logits), self._routed)
+        inputs = self._inputs(batch, weights, ids, hidden, logits)
+        assignment = self._watched(inputs, self._routed)
         if self.ranks.counts:
             self.loads.add(assignment)
         return assignment
@@ -280,7 +282,9 @@ class CappedLayer:
             return tokens <= self._spared
         return self._never_binds(batch.tokens)
 
-    def _inputs(self, batch: Batch, weights: Tensor, ids: Tensor, logits: Tensor) -> RoutingInputs:
+    def _inputs(
+        self, batch: Batch, weights: Tensor, ids: Tensor, hidden: Tensor, logits: Tensor
+    ) -> RoutingInputs:
         policy = self.policy if self.policy is None or not self.policy.caps else self._routed
         assert policy is not None
         facts = Facts.union(facts_for(policy), *(asked for _, asked in self.watchers))
@@ -293,7 +297,7 @@ class CappedLayer:
             else:
                 given["scores"] = scored[:, : self.num_experts]
         if policy.keep == "contribution" and self.stand_ins is not None:
-            given["expert_norms"] = self.stand_ins.norms(policy.compensate)
+            given["expert_norms"] = self.stand_ins.norms(hidden, policy.compensate)
         if facts.request:
             given["token_request"] = batch.request
         if facts.decode:

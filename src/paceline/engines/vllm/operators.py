@@ -24,22 +24,24 @@ def _layer_of(name: Any) -> Any:
     return get_forward_context().no_compile_layers[resolved].router.paceline_layer
 
 
-def _cap(weights: Tensor, ids: Tensor, logits: Tensor, layer: LayerNameType) -> None:
+def _cap(
+    weights: Tensor, ids: Tensor, hidden: Tensor, logits: Tensor, layer: LayerNameType
+) -> None:
     """Mark the dropped slots of [tokens, k] `ids` and zero their `weights`, in place."""
     capped = _layer_of(layer)
     if capped is not None:
-        capped.cap(weights, ids, logits)
+        capped.cap(weights, ids, hidden, logits)
 
 
 def _expand(
-    weights: Tensor, ids: Tensor, logits: Tensor, layer: LayerNameType, slots: int
+    weights: Tensor, ids: Tensor, hidden: Tensor, logits: Tensor, layer: LayerNameType, slots: int
 ) -> tuple[Tensor, Tensor]:
     """[tokens, slots] weights and ids: what is kept, and extras in the slots after the first k."""
-    return expanded(_layer_of(layer), weights, ids, logits, slots)
+    return expanded(_layer_of(layer), weights, ids, hidden, logits, slots)
 
 
 def _expand_fake(
-    weights: Tensor, ids: Tensor, logits: Tensor, layer: LayerNameType, slots: int
+    weights: Tensor, ids: Tensor, hidden: Tensor, logits: Tensor, layer: LayerNameType, slots: int
 ) -> tuple[Tensor, Tensor]:
     shape = (ids.shape[0], slots)
     return weights.new_empty(shape), ids.new_empty(shape)
@@ -72,12 +74,12 @@ def _nothing(*args: Any) -> None:
 
 
 def expanded(
-    layer: Any, weights: Tensor, ids: Tensor, logits: Tensor, slots: int
+    layer: Any, weights: Tensor, ids: Tensor, hidden: Tensor, logits: Tensor, slots: int
 ) -> tuple[Tensor, Tensor]:
     """[tokens, slots] weights and ids of a layer; None, a draft model's: its own, widened."""
     if layer is None:
         return widened(weights, slots, 0), widened(ids, slots, -1)
-    return layer.expand(weights, ids, logits, slots)  # type: ignore[no-any-return]
+    return layer.expand(weights, ids, hidden, logits, slots)  # type: ignore[no-any-return]
 
 
 def widened(tensor: Tensor, slots: int, fill: float) -> Tensor:

@@ -59,18 +59,18 @@ def capped_class(router: Any) -> Any:
             if not torch.compiler.is_compiling():  # no graph is made: an operator would only cost
                 if slots:
                     return operators.expanded(
-                        self.paceline_layer, weights, ids, router_logits, slots
+                        self.paceline_layer, weights, ids, hidden_states, router_logits, slots
                     )
                 if self.paceline_layer is not None:
-                    self.paceline_layer.cap(weights, ids, router_logits)
+                    self.paceline_layer.cap(weights, ids, hidden_states, router_logits)
                 return weights, ids
             name = _encode_layer_name(self.paceline_name)
             if slots:
                 wide: tuple[Tensor, Tensor] = torch.ops.paceline_vllm.expand(
-                    weights, ids, router_logits, name, slots
+                    weights, ids, hidden_states, router_logits, name, slots
                 )
                 return wide
-            torch.ops.paceline_vllm.cap(weights, ids, router_logits, name)
+            torch.ops.paceline_vllm.cap(weights, ids, hidden_states, router_logits, name)
             return weights, ids
 
     Capped.__name__ = Capped.__qualname__ = f"Capped{router.__name__}"

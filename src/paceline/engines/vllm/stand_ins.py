@@ -49,9 +49,9 @@ class StandIns:
             return
         output.copy_(self._stand_ins(output, hidden, *lost))
 
-    def norms(self, compensate: bool) -> Tensor:
-        """[experts] mean norm of what dropping an assignment leaves, with stand-ins or without."""
-        return self._stand_ins.norms(compensate, torch.device("cpu"))
+    def norms(self, hidden: Tensor, compensate: bool) -> Tensor:
+        """How much dropping leaves out, as `Compensation.norms` says it."""
+        return self._stand_ins.norms(hidden, compensate)
 
 
 def keep_fingerprints() -> None:
