@@ -69,11 +69,8 @@ def decode_words(result: Mapping[str, Any]) -> list[str]:
         if best["placed"]:
             said += " and the experts placed"
         if alone:
-            said += (
-                f", {100 * alone[0]['change']:+.2f}% with neither"
-                if best["placed"]
-                else (f", {100 * alone[0]['change']:+.2f}% without")
-            )
+            without = "with neither" if best["placed"] else "without"
+            said += f", {100 * alone[0]['change']:+.2f}% {without}"
         lines.append(said + ".")
     return lines
 
