@@ -70,11 +70,11 @@ def _read(row: Row) -> str:
     return f"{row['most_active_before']:.2f} to {row['most_active_after']:.2f}"
 
 
-def _find(rows: Sequence[Row], **wanted: Any) -> Row | None:
+def _find(rows: Sequence[Row], /, **wanted: Any) -> Row | None:
     return next((r for r in rows if all(r.get(k) == v for k, v in wanted.items())), None)
 
 
-def _must(rows: Sequence[Row], **wanted: Any) -> Row:
+def _must(rows: Sequence[Row], /, **wanted: Any) -> Row:
     found = _find(rows, **wanted)
     assert found is not None, wanted
     return found
@@ -141,7 +141,7 @@ def _way(row: Row) -> str:
     for key, shown in (("k0", "OEA, k0 = {}"), ("k", "top {}")):
         if key in row:
             return shown.format(row[key])
-    return row["family"].removesuffix(", one device") + stand_ins
+    return str(row["family"]).removesuffix(", one device") + stand_ins
 
 
 def _peers(rows: Sequence[Row]) -> Table:

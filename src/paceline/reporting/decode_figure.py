@@ -69,11 +69,8 @@ def decode_words(result: Mapping[str, Any]) -> list[str]:
         if best["placed"]:
             said += " and the experts placed"
         if alone:
-            said += (
-                f", {100 * alone[0]['change']:+.2f}% with neither"
-                if best["placed"]
-                else (f", {100 * alone[0]['change']:+.2f}% without")
-            )
+            without = "with neither" if best["placed"] else "without"
+            said += f", {100 * alone[0]['change']:+.2f}% {without}"
         lines.append(said + ".")
     return lines
 
@@ -83,7 +80,7 @@ def decode_values(result: Mapping[str, Any] | None) -> dict[str, Any]:
     return {"decoded": result, "decoded_words": [] if result is None else decode_words(result)}
 
 
-def _order(point: Mapping[str, Any]) -> tuple[Any, ...]:
+def _order(point: Mapping[str, Any]) -> tuple[int, bool, bool, float]:
     return (point["batch"], point["stand_ins"], point["placed"], point["read"])
 
 
