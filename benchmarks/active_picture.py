@@ -27,6 +27,7 @@ SHIPPED = DECODE_FILE
 WIDTH, HEIGHT = 1100, 520
 WAYS = {
     # name in the picture: family, stand-ins, colour, marker, dash
+    "max_active, stand-ins, placed": ("max_active, placed", True, ACCENT, "star", "solid"),
     "max_active, stand-ins": ("max_active", True, ACCENT, "circle", "solid"),
     "max_active": ("max_active", False, ACCENT, "circle-open", "dot"),
     "Lynx, rebuilt": ("Lynx", False, "#d08a1d", "square", "dash"),
@@ -44,6 +45,7 @@ def picture(rows: Sequence[Mapping[str, Any]], kind: str, batches: Sequence[int]
         here = [r for r in rows if r["kind"] == kind and r["batch"] == batch]
         for name, (family, stand_ins, colour, symbol, dash) in WAYS.items():
             mine = [r for r in here if r["family"] == family and r["stand_ins"] == stand_ins]
+            mine = [r for r in mine if not isinstance(r.get("most"), list)]
             mine.sort(key=lambda r: r["most_active_after"])
             figure.add_scatter(
                 row=1,
@@ -74,7 +76,9 @@ def shipped(data: Mapping[str, Any]) -> dict[str, Any]:
     rows = [
         row
         for row in data["results"]
-        if row["family"] == "max_active" and row["kind"] == "one domain"
+        if row["family"] in ("max_active", "max_active, placed")
+        and row["kind"] == "one domain"
+        and isinstance(row["most"], int)
     ]
     changes = [row["perplexity_change"] for row in rows]
     return {
@@ -87,6 +91,7 @@ def shipped(data: Mapping[str, Any]) -> dict[str, Any]:
                 "batch": row["batch"],
                 "max_active": row["most"],
                 "stand_ins": row["stand_ins"],
+                "placed": row["family"] != "max_active",
                 "read_before": row["most_active_before"],
                 "read": row["most_active_after"],
                 "change": change["mean"],

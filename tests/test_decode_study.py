@@ -114,13 +114,13 @@ def test_the_demo_shows_what_was_measured() -> None:
     )
     figure = decode_figure(shipped)
     batches = {point["batch"] for point in shipped["points"]}
-    assert len(figure["data"]) == 2 * len(batches)
+    assert len(figure["data"]) == 3 * len(batches)
     shown = {(trace["name"], x) for trace in figure["data"] for x in trace["x"]}
     assert len(shown) == len(shipped["points"])
 
 
 def test_words_name_the_deepest_cut_within_half_a_percent() -> None:
-    point = {"batch": 4, "stand_ins": True, "read_before": 3.0}
+    point = {"batch": 4, "stand_ins": True, "placed": False, "read_before": 3.0}
     points = [
         {**point, "max_active": 3, "read": 2.9, "change": 0.001},
         {**point, "max_active": 2, "read": 2.0, "change": 0.004},
@@ -132,6 +132,11 @@ def test_words_name_the_deepest_cut_within_half_a_percent() -> None:
     assert "2.00 of its 4 experts, not 3.00 (33% fewer)" in said
     assert "+0.40% perplexity with stand-ins, +0.90% without" in said
     assert decode_words({"experts_a_device": 4, "points": points[2:3]}) == []
+    placed = {**point, "max_active": 2, "read": 2.0, "read_before": 2.8, "change": 0.002}
+    points.append({**placed, "placed": True})
+    (said,) = decode_words({"experts_a_device": 4, "points": points})
+    assert "not 3.00 (33% fewer), for +0.20% perplexity with stand-ins and the experts" in said
+    assert said.endswith("placed, +0.90% with neither.")
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.files import MOST_SETTINGS, read_plain
 from paceline.text import shortened
-
-_MOST_BYTES = 1 << 24
 
 
 def read_config(file: Path) -> dict[str, Any]:
@@ -23,9 +22,7 @@ def read_config(file: Path) -> dict[str, Any]:
     'olmoe'
     """
     try:
-        if file.stat().st_size > _MOST_BYTES:
-            raise ValueError(f"it is larger than {_MOST_BYTES} bytes")
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(read_plain(file, MOST_SETTINGS))
     except OSError as error:
         raise ValueError(f"{file} can't be read: {error.strerror}.") from None
     except (ValueError, RecursionError) as error:

@@ -1,14 +1,46 @@
-"""Write files whole or not at all: whoever is killed meanwhile leaves the one that was there."""
+"""Read plain files of a bounded size; write files whole or not at all, even by who is killed."""
 
 from __future__ import annotations
 
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+MOST_TEXT = 1 << 30
+"""Bytes of a text or of prompts; settings are far smaller."""
+MOST_SETTINGS = 1 << 24
+"""Bytes of a plan, a config, a description of hardware."""
+
+
+def read_plain(path: Path, limit: int, *, pipes: bool = False) -> bytes:
+    """All of a file, of which nothing is known.
+
+    A pipe would be waited for, a device may never end.
+
+    Args:
+        path: of the file.
+        limit: bytes that it may have.
+        pipes: whether a pipe is read as well, as a shell makes one of `<(command)`.
+
+    Raises:
+        ValueError: if it is no plain file, or too large; "it is ...", without the path.
+        OSError: if it can't be read.
+    """
+    status = path.stat()
+    pipe = pipes and stat.S_ISFIFO(status.st_mode)
+    if not (pipe or stat.S_ISREG(status.st_mode)):
+        what = "a folder" if stat.S_ISDIR(status.st_mode) else "no plain file"
+        raise ValueError(f"it is {what}")
+    with path.open("rb") as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"it has more than {limit} bytes")
+    return content
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 
 import tomli_w
 
-from paceline.files import whole_file
+from paceline.files import MOST_SETTINGS, read_plain, whole_file
 from paceline.placement import ExpertPlacement
 from paceline.plan_fields import (
     MODEL_FIELDS,
@@ -265,7 +265,7 @@ class Plan:
             PlanError: if there is no such file, or it holds no plan.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = read_plain(Path(path), MOST_SETTINGS).decode("utf-8")
         except UnicodeDecodeError:
             raise PlanError(f"{path} is not UTF-8 text.") from None
         except OSError as error:

@@ -322,7 +322,10 @@ def test_steps_that_are_not_routed_count_as_if_they_were(model: Any, policy: str
             for seed in range(12):
                 rng = torch.Generator().manual_seed(seed)
                 ids = torch.randint(1, 60, (1, 2 + seed % 5), generator=rng)
-                outputs.append(output(model, {"input_ids": ids}))
+                mask = torch.ones_like(ids)
+                mask[0, 0] = seed % 3  # 0: padding
+                given = {"input_ids": ids, "attention_mask": mask.clamp(max=1)}
+                outputs.append(output(model, given))
             found.append((outputs, pace.stats().layers))
     for got, want in zip(found[0][0], found[1][0], strict=True):
         assert torch.equal(got, want)

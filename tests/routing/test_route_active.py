@@ -14,6 +14,7 @@ from test_kernels import everywhere
 from test_route_invariants import genuine, take_rows, with_inputs, with_policy
 
 from paceline import CapacityPolicy, ExpertPlacement, PolicyError, RoutingInputs, route
+from paceline.routing.active import limits_of
 from paceline.routing.selection import using_backend
 
 MANY = settings().max_examples
@@ -240,3 +241,15 @@ def test_text_forms_read_back(most: Any) -> None:
     ):
         assert again == policy
         assert type(again.max_active) is type(policy.max_active)
+
+
+@given(narrow_cases(capped=False, pool="batch", mode="enforce", min_expert_load=10**6))
+def test_a_look_at_the_choice_finds_whether_anything_is_dropped(case: Case) -> None:
+    """Where all tokens count; an id that is no expert's is left to routing."""
+    case = with_inputs(case, valid=None)
+    assert case.placement is not None
+    assert case.policy.max_active is not None
+    ids = case.inputs.topk_ids.long()
+    usual = bool(((ids >= 0) & (ids < case.placement.num_experts)).all())
+    quick = limits_of(case.placement, case.policy.max_active).keep(ids)
+    assert quick == (usual and not int(run(case).dropped))

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.files import whole_file
+from paceline.files import MOST_SETTINGS, read_plain, whole_file
 from paceline.text import shortened
 
 Precision = Literal["bf16", "fp8", "fp4"]
@@ -167,7 +167,7 @@ def hardware_of(name: str) -> Hardware:
             "paceline calibrate-hardware."
         )
     try:
-        said: Any = json.loads(path.read_text(encoding="utf-8"))["hardware"]
+        said: Any = json.loads(read_plain(path, MOST_SETTINGS))["hardware"]
         known = {field.name for field in fields(Hardware)}
         if not isinstance(said, dict) or not set(said) <= known:
             raise ValueError(f"its fields are {', '.join(sorted(known))}")

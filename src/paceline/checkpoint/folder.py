@@ -57,6 +57,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     shards: dict[str, tuple[str, ...]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")):
+        if not file.is_file():  # opening a pipe would wait for it
+            raise ValueError(f"{file} is no plain file.")
         try:
             with safe_open(file, framework="pt") as stored:
                 shards[file.name] = tuple(stored.keys())

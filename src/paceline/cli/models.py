@@ -81,6 +81,7 @@ def read_texts(paths: list[str], model: str) -> dict[str, str]:
         ValueError: if none is named, or one is missing, empty or not text.
     """
     from paceline.demo.assets import domains, read_text
+    from paceline.files import MOST_TEXT, read_plain
 
     if not paths:
         if model != DEMO:
@@ -92,11 +93,13 @@ def read_texts(paths: list[str], model: str) -> dict[str, str]:
             texts[path] = read_text(path)
             continue
         try:
-            texts[path] = Path(path).read_text(encoding="utf-8")
+            texts[path] = read_plain(Path(path), MOST_TEXT, pipes=True).decode("utf-8")
         except UnicodeDecodeError:
             raise ValueError(f"--text {path} is not UTF-8 text") from None
         except OSError as error:
             raise ValueError(f"--text {path} can't be read: {error.strerror}") from None
+        except ValueError as error:
+            raise ValueError(f"--text {path} can't be read: {error}") from None
         if not texts[path].strip():
             raise ValueError(f"--text {path} is empty")
     return texts
@@ -117,6 +120,9 @@ def _check_name(name: str) -> None:
         raise ValueError(f"the model folder {name} can't be read: {error.strerror}") from None
     if "config.json" not in inside:
         raise ValueError(f"the folder {name} holds no model: config.json is missing")
+    for file in map(path.joinpath, inside):
+        if file.exists() and not (file.is_file() or file.is_dir()):  # whoever opens it may wait
+            raise ValueError(f"the model folder {name} holds {file.name}, which is no plain file")
 
 
 def _reason(name: str, error: Exception) -> str:

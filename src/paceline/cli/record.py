@@ -88,12 +88,16 @@ def read_prompts(path: Path) -> list[str]:
     """
     import json
 
+    from paceline.files import MOST_TEXT, read_plain
+
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_plain(path, MOST_TEXT, pipes=True).decode("utf-8").splitlines()
     except UnicodeDecodeError:
         raise ValueError(f"--prompts {path} is not UTF-8 text.") from None
     except OSError as error:
         raise ValueError(f"--prompts {path} can't be read: {error.strerror}.") from None
+    except ValueError as error:
+        raise ValueError(f"--prompts {path} can't be read: {error}.") from None
     found = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():

@@ -7,6 +7,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from paceline.files import read_plain
+
 SCHEMA = "paceline-sweep/1"
 _MAX_BYTES = 1 << 26
 
@@ -64,13 +66,13 @@ def read_sweep(path: Path) -> dict[str, Any]:
         ValueError: if it can't be read, or is none.
     """
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise ValueError(f"{path} is no sweep: it is too large.")
-        text = path.read_text(encoding="utf-8")
+        text = read_plain(path, _MAX_BYTES).decode("utf-8")
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not UTF-8 text.") from None
     except OSError as error:
         raise ValueError(f"{path} can't be read: {error.strerror}.") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is no sweep: {error}.") from None
     try:
         swept = Swept.model_validate_json(text)
     except ValidationError as error:

@@ -8,6 +8,13 @@ from typing import Any
 
 from paceline.reporting.figures import Figure, scatter
 
+_STYLES = {
+    "dropped alone": ("dash", "circle-open"),
+    "stand-ins": ("solid", "circle"),
+    "stand-ins, placed": ("dot", "diamond"),
+}
+"""Way -> dash and marker."""
+
 _COLOURS = ("#0b6e8f", "#d08a1d", "#6a4fb3")
 
 
@@ -34,9 +41,9 @@ def decode_figure(result: Mapping[str, Any]) -> Figure:
     batches = sorted({point["batch"] for point in points})
     for trace in figure["data"]:
         colour = _COLOURS[batches.index(int(trace["name"].split()[0])) % len(_COLOURS)]
-        alone = "dropped alone" in trace["name"]
-        trace["line"] |= {"color": colour, "dash": "dash" if alone else "solid"}
-        trace["marker"] |= {"color": colour, "symbol": "circle-open" if alone else "circle"}
+        dash, symbol = _STYLES[trace["name"].partition(", ")[2]]
+        trace["line"] |= {"color": colour, "dash": dash}
+        trace["marker"] |= {"color": colour, "symbol": symbol}
         trace["textfont"] |= {"color": colour}
     return figure
 
@@ -49,17 +56,24 @@ def decode_words(result: Mapping[str, Any]) -> list[str]:
         left = [p for p in points if p["stand_ins"] and p["change"] <= 0.005]
         if not left:
             continue
-        best = min(left, key=lambda p: p["read"])
+        best = min(left, key=lambda p: (round(p["read"], 1), p["change"]))
         alone = [p for p in points if not p["stand_ins"] and p["max_active"] == best["max_active"]]
-        less = 1 - best["read"] / best["read_before"]
+        before = max(p["read_before"] for p in points if not p["placed"])  # experts in order
+        less = 1 - best["read"] / before
         said = (
             f"{batch} sequences a step: max_active={best['max_active']} has the device that reads "
             f"most read {best['read']:.2f} of its {result['experts_a_device']} experts, not "
-            f"{best['read_before']:.2f} ({less:.0%} fewer), for {100 * best['change']:+.2f}% "
+            f"{before:.2f} ({less:.0%} fewer), for {100 * best['change']:+.2f}% "
             "perplexity with stand-ins"
         )
+        if best["placed"]:
+            said += " and the experts placed"
         if alone:
-            said += f", {100 * alone[0]['change']:+.2f}% without"
+            said += (
+                f", {100 * alone[0]['change']:+.2f}% with neither"
+                if best["placed"]
+                else (f", {100 * alone[0]['change']:+.2f}% without")
+            )
         lines.append(said + ".")
     return lines
 
@@ -70,10 +84,10 @@ def decode_values(result: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _order(point: Mapping[str, Any]) -> tuple[Any, ...]:
-    return (point["batch"], not point["stand_ins"], point["read"])
+    return (point["batch"], point["stand_ins"], point["placed"], point["read"])
 
 
 def _family(point: Mapping[str, Any]) -> str:
-    return f"{point['batch']} sequences, " + (
-        "stand-ins" if point["stand_ins"] else "dropped alone"
-    )
+    left = "stand-ins" if point["stand_ins"] else "dropped alone"
+    placed = ", placed" if point["placed"] else ""
+    return f"{point['batch']} sequences, {left}{placed}"

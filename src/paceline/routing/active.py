@@ -108,15 +108,19 @@ class Limits:
     def keep(self, ids: Tensor) -> bool:
         """Whether no device has to read more than it may for `ids` [tokens, k] int64, on a CPU.
 
-        All ids are in [0, E), and all tokens count.
+        All tokens count. False too where an id is no expert's: routing knows what that means.
 
         >>> from torch import tensor
         >>> Limits(ExpertPlacement.contiguous(4, 2), 1).keep(tensor([[0, 2], [1, 2]]))
         False
         """
-        wanted = np.zeros(len(self._device_of), np.bool_)
-        wanted[ids.numpy()] = True
-        experts = self._device_of[wanted]
+        try:
+            rows = np.bincount(ids.numpy().ravel(), minlength=len(self._device_of))
+        except ValueError:  # below 0
+            return False
+        if len(rows) > len(self._device_of):
+            return False
+        experts = self._device_of[rows > 0]
         if len(experts) <= self._fewest:
             return True
         most = np.bincount(experts, minlength=len(self._places))

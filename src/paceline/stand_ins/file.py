@@ -168,6 +168,8 @@ class Calibration:
             CalibrationError: naming the file and what is wrong with it.
         """
         path = Path(folder) / FILE
+        if path.exists() and not path.is_file():  # opening a pipe would wait for it
+            raise CalibrationError(f"{path} is no plain file.")
         try:
             with safe_open(path, framework="pt") as file:
                 header = json.loads((file.metadata() or {})[_HEADER])

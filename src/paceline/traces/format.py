@@ -8,12 +8,12 @@ size is checked against the header before anything of that size is made.
 from __future__ import annotations
 
 import json
-import stat
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from paceline.files import read_plain
 from paceline.text import shortened
 
 HEADER = "trace.json"
@@ -167,15 +167,11 @@ def read_bounded(path: Path, limit: int) -> bytes:
         TraceError: if it is missing, no plain file, or larger than `limit` bytes.
     """
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise TraceError(f"{path} is no plain file.")
-        if status.st_size > limit:
-            raise TraceError(f"{path} has {status.st_size} bytes: allowed are {limit}.")
-        with path.open("rb") as file:
-            return file.read(limit + 1)[:limit]
+        return read_plain(path, limit)
     except OSError as error:
         raise TraceError(f"{path} can't be read: {error.strerror}.") from None
+    except ValueError as error:
+        raise TraceError(f"{path} can't be read: {error}.") from None
 
 
 def chunk_name(number: int) -> str:

@@ -45,8 +45,8 @@ def read_statistic(folder: Path, asked: Asked) -> Trace:
         raise TraceError(f"{folder} has no rank*.safetensors beside {META}.")
     total: dict[tuple[int, int], np.ndarray] = {}
     for path in ranks:
-        if path.stat().st_size > _MAX_RANK_BYTES:
-            raise TraceError(f"{path} is larger than {_MAX_RANK_BYTES} bytes.")
+        if not path.is_file() or path.stat().st_size > _MAX_RANK_BYTES:
+            raise TraceError(f"{path} is no plain file of at most {_MAX_RANK_BYTES} bytes.")
         try:
             with safe_open(path, framework="np") as stored:
                 for key in stored.keys():  # noqa: SIM118 - not a mapping
