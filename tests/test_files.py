@@ -79,7 +79,6 @@ SAMPLE = "sample:esft_v2lite_law"
 @pytest.mark.parametrize(
     ("room", "verb"),
     [
-        (20_000, ("report", SAMPLE, "--out", "page.html")),
         (300, ("place", SAMPLE, "--devices", "8", "--out", "new.toml")),
         (300, ("import", SAMPLE, "--out", "trace")),
         (20_000, ("import", SAMPLE, "--out", "trace")),
