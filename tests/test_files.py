@@ -59,6 +59,47 @@ def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+FULL = """
+import resource, signal, sys, warnings
+from pathlib import Path
+from typer.testing import CliRunner
+from paceline import ExpertPlacement
+from paceline.cli.app import app
+from paceline.plan import Plan
+warnings.simplefilter("ignore")
+Plan((), (ExpertPlacement.explicit([e % 8 for e in range(32)]),)).save("plan.toml")
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that a write fails as on a full disk
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)
+ran = CliRunner().invoke(app, sys.argv[2:])
+print(ran.exit_code, ran.output.strip().splitlines()[-1])
+"""
+SAMPLE = "sample:esft_v2lite_law"
+
+
+@pytest.mark.parametrize(
+    ("room", "verb"),
+    [
+        (20_000, ("report", SAMPLE, "--out", "page.html")),
+        (300, ("place", SAMPLE, "--devices", "8", "--out", "new.toml")),
+        (300, ("import", SAMPLE, "--out", "trace")),
+        (20_000, ("import", SAMPLE, "--out", "trace")),
+        (20_000, ("reorder", "demo", "--plan", "plan.toml", "--out", "out")),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else str(value),
+)
+def test_a_disk_that_is_full_is_one_sentence_that_names_the_file(
+    room: int, verb: tuple[str, ...], tmp_path: Path
+) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", FULL, str(room), *verb], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith("2 paceline: "), ran.stdout
+    assert "too large" in ran.stdout  # what the system says of a file that may not grow
+    assert verb[-1] in ran.stdout
+    assert {path.name for path in tmp_path.iterdir()} <= {"plan.toml", "trace"}
+
+
 def test_an_open_file_is_open_to_others_as_the_process_says(tmp_path: Path) -> None:
     former = os.umask(0o027)
     try:
@@ -69,8 +110,9 @@ def test_an_open_file_is_open_to_others_as_the_process_says(tmp_path: Path) -> N
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
 
 
-# whole folders that get their name when they are complete, or that only this process knows
-WHOLE_FOLDERS = {"checkpoint/reorder.py", "cli/serve.py"}
+# whole folders that get their name when they are complete, or that only this process knows; and
+# what all others write with
+WHOLE_FOLDERS = {"checkpoint/reorder.py", "cli/serve.py", "files.py"}
 
 
 def test_nothing_is_written_beside_whole_files() -> None:
@@ -99,7 +141,7 @@ def _writes(call: ast.Call) -> bool:
     if _name(call) in ("write_text", "write_bytes"):
         # our own function of that name takes the path as its first argument
         return isinstance(call.func, ast.Attribute)
-    if _name(call) == "save_file":
+    if _name(call) in ("save_file", "save_tensors"):
         return True
     modes = [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
     return _name(call) in ("open", "fdopen") and any(set(mode) & set("wax") for mode in modes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -74,8 +75,10 @@ def whole_file(path: Path, *, private: bool = True) -> Iterator[Path]:
         _to_disk(made)
         made.replace(path)
         _to_disk(path.parent)
-    except BaseException:
+    except BaseException as error:
         made.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno and error.filename in (None, name):
+            raise OSError(error.errno, error.strerror, str(path)) from None
         raise
 
 
@@ -87,6 +90,24 @@ def write_text(path: Path, text: str, *, private: bool) -> None:
     """
     with whole_file(path, private=private) as file:
         file.write_text(text, encoding="utf-8")
+
+
+def save_tensors(tensors: dict[str, Any], path: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file, in a place that nobody reads yet.
+
+    Raises:
+        OSError: naming the file, if it can't be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:  # what the system said is in its text alone
+        code = re.search(r"os error (\d+)", str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from None
 
 
 def to_json(data: Any) -> str:

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.cli.app import app
-from paceline.demo.assets import MODEL_FOLDER
 from paceline.files import read_plain
+from paceline.shipped import MODEL_FOLDER
 
 SAMPLE = "sample:esft_v2lite_law"
 SECONDS = 120  # a slow machine must not turn it red; a pipe nobody writes to is never done

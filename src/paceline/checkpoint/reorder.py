@@ -18,12 +18,12 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.analysis.expert_map import ExpertMap
 from paceline.checkpoint.expert_tensors import ExpertLayer, Kind, renamed
 from paceline.checkpoint.folder import Checkpoint
+from paceline.files import save_tensors
 from paceline.placement import ExpertPlacement
 from paceline.plan import Plan
 from paceline.progress import Progress
@@ -130,7 +130,7 @@ def reorder(
                     new_name.get(name, name): _moved(stored.get_tensor(name), orders.get(name))
                     for name in names
                 }
-                save_file(tensors, made / shard, stored.metadata() or {"format": "pt"})
+                save_tensors(tensors, made / shard, stored.metadata() or {"format": "pt"})
             del tensors  # before the next shard is read
             if progress is not None:
                 progress(done, len(checkpoint.shards), shard)

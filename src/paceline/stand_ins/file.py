@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from paceline.files import whole_file
+from paceline.files import save_tensors, whole_file
 from paceline.placement import ExpertPlacement
 from paceline.plan import Plan
 from paceline.stand_ins.identity import LayerIdentity
@@ -157,7 +156,7 @@ class Calibration:
             for name, tensor in layer.tensors().items()
         }
         with whole_file(path) as file:
-            save_file(tensors, file, {_HEADER: json.dumps(header)})
+            save_tensors(tensors, file, {_HEADER: json.dumps(header)})
         return path
 
     @classmethod

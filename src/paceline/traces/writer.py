@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
 
-from paceline.files import whole_file
+from paceline.files import save_tensors, whole_file
 from paceline.traces.chunk import Chunk
 from paceline.traces.format import (
     CHUNK_KEY,
@@ -70,7 +70,6 @@ class TraceWriter:
         Raises:
             TraceError: if the disk doesn't take it, or it is larger than a reader takes.
         """
-        from safetensors.torch import save_file
 
         tensors = {name: tensor.contiguous() for name, tensor in chunk.tensors().items()}
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
@@ -81,7 +80,7 @@ class TraceWriter:
             )
         metadata = {CHUNK_KEY: self.header.identity, "chunk": str(self.chunks)}
         with self._whole_file(chunk_name(self.chunks)) as file:
-            save_file(tensors, file, metadata)
+            save_tensors(tensors, file, metadata)
         self.chunks += 1
 
     def describe(self, layers: Sequence[Layer]) -> None:
