@@ -119,6 +119,13 @@ def test_the_demo_shows_what_was_measured() -> None:
     assert len(shown) == len(shipped["points"])
 
 
+def test_the_tables_of_the_page_are_of_the_results() -> None:
+    made = benchmark("active_tables.py")
+    text = (ROOT / "docs" / "decode.md").read_text(encoding="utf-8")
+    assert text.count("<!-- end of ") == len(made["tables"]())
+    assert made["page"](text) == text, "run python benchmarks/active_tables.py --write"
+
+
 def test_words_name_the_deepest_cut_within_half_a_percent() -> None:
     point = {"batch": 4, "stand_ins": True, "placed": False, "read_before": 3.0}
     points = [
