@@ -22,7 +22,7 @@ def read_config(file: Path) -> dict[str, Any]:
     'olmoe'
     """
     try:
-        config = json.loads(read_plain(file, MOST_SETTINGS))
+        config = json.loads(read_plain(file, MOST_SETTINGS).decode("utf-8"))
     except OSError as error:
         raise ValueError(f"{file} can't be read: {error.strerror}.") from None
     except (ValueError, RecursionError) as error:

@@ -167,13 +167,13 @@ def hardware_of(name: str) -> Hardware:
             "paceline calibrate-hardware."
         )
     try:
-        said: Any = json.loads(read_plain(path, MOST_SETTINGS))["hardware"]
+        said: Any = json.loads(read_plain(path, MOST_SETTINGS).decode("utf-8"))["hardware"]
         known = {field.name for field in fields(Hardware)}
         if not isinstance(said, dict) or not set(said) <= known:
             raise ValueError(f"its fields are {', '.join(sorted(known))}")
         return Hardware(**said)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} holds no hardware: {shortened(error, 200)}.") from None
+        raise ValueError(f"{path} holds no hardware: {shortened(str(error), 200)}.") from None
 
 
 def save_hardware(hardware: Hardware, path: Path, more: dict[str, Any] | None = None) -> None:
