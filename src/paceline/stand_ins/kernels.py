@@ -23,6 +23,14 @@ def _expert_of(first, block, own, OWN: tl.constexpr):
 
 
 @triton.jit
+def _pairs_of(order, first, start, block, expert, slots, ROWS: tl.constexpr):
+    """[rows] of a block: its pairs in the sorted order, which of them there are, their tokens."""
+    at = tl.load(start + expert) + (block - tl.load(first + expert)) * ROWS + tl.arange(0, ROWS)
+    there = at < tl.load(start + expert + 1)
+    return at, there, tl.load(order + at, mask=there, other=0) // slots
+
+
+@triton.jit
 def inner(
     x, down, shift, order, first, start, seen, hidden, slots, own, rank,
     OWN: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
@@ -31,10 +39,7 @@ def inner(
     block = tl.program_id(0)
     expert = _expert_of(first, block, own, OWN)
     if expert < own:
-        at = tl.load(start + expert) + (block - tl.load(first + expert)) * ROWS
-        at = at + tl.arange(0, ROWS)
-        there = at < tl.load(start + expert + 1)
-        token = tl.load(order + at, mask=there, other=0) // slots
+        at, there, token = _pairs_of(order, first, start, block, expert, slots, ROWS)
         r = tl.arange(0, RANK)
         total = tl.zeros([ROWS, RANK], tl.float32)
         for begin in range(0, hidden, STEP):
@@ -65,10 +70,7 @@ def outer(
     block = tl.program_id(0)
     expert = _expert_of(first, block, own, OWN)
     if expert < own:
-        at = tl.load(start + expert) + (block - tl.load(first + expert)) * ROWS
-        at = at + tl.arange(0, ROWS)
-        there = at < tl.load(start + expert + 1)
-        token = tl.load(order + at, mask=there, other=0) // slots
+        at, there, token = _pairs_of(order, first, start, block, expert, slots, ROWS)
         r = tl.arange(0, RANK)
         h = tl.program_id(1) * STEP + tl.arange(0, STEP)
         inside = h < hidden
