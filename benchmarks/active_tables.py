@@ -5,13 +5,13 @@ python benchmarks/active_tables.py --write     put them into the page
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from active_experts import GOAL, PLACED
+from page_tables import filled, main
 
 from paceline.evaluation.tables import table
 
@@ -49,11 +49,7 @@ def tables() -> dict[str, str]:
 
 def page(text: str) -> str:
     """The page with its tables replaced."""
-    for name, made in tables().items():
-        before, start, rest = text.partition(f"<!-- {name} -->\n\n")
-        _, end, after = rest.partition(f"\n<!-- end of {name} -->\n")
-        text = before + start + made + end + after
-    return text
+    return filled(text, tables())
 
 
 Table = tuple[Sequence[str], list[list[str]]]
@@ -245,15 +241,5 @@ def _models(rows: Sequence[Row]) -> Table:
     ]  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true")
-    if parser.parse_args().write:
-        PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-        return
-    for name, made in tables().items():
-        print(f"{name}\n\n{made}")
-
-
 if __name__ == "__main__":
-    main()
+    main(PAGE, tables())

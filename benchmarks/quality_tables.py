@@ -6,10 +6,11 @@ python benchmarks/quality_tables.py --write   # puts them into the page
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
+
+from page_tables import filled, main
 
 from paceline.evaluation.tables import table, with_error
 from paceline.reporting.sweep_table import factor
@@ -35,11 +36,7 @@ def tables() -> dict[str, str]:
 
 def page(text: str) -> str:
     """The page with its tables replaced."""
-    for name, made in tables().items():
-        before, start, rest = text.partition(f"<!-- {name} -->\n\n")
-        _, end, after = rest.partition(f"\n<!-- end of {name} -->\n")
-        text = before + start + made + end + after
-    return text
+    return filled(text, tables())
 
 
 def _lines(header: list[str], rows: list[list[str]]) -> str:
@@ -121,15 +118,5 @@ def _tasks(tasks: dict[str, Any]) -> str:
     return _lines(header, rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="The tables of docs/quality.md.")
-    parser.add_argument("--write", action="store_true")
-    if parser.parse_args().write:
-        PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-        return
-    for name, made in tables().items():
-        print(f"{name}\n\n{made}")
-
-
 if __name__ == "__main__":
-    main()
+    main(PAGE, tables())
