@@ -28,10 +28,10 @@ from paceline.bench.workload import (
     parse_policies,
     skewed_workload,
 )
-from paceline.environment import environment
 from paceline.numbers import check_count
 from paceline.plan import Plan
 from paceline.routing import RoutingInputs
+from paceline.system_info import system_info
 from paceline.wording import placed
 
 Progress = Callable[[], None]
@@ -151,7 +151,7 @@ def bench_layer(
     return {
         "kind": "paceline bench layer",
         "version": 1,
-        **environment(),
+        **system_info(),
         "timing": machine,
         "devices": {
             "kind": RANKS if real else EMULATED,
@@ -256,7 +256,7 @@ def bench_model(
     return {
         "kind": "paceline bench model",
         "version": 1,
-        **environment(),
+        **system_info(),
         "timing": machine,
         "devices": {
             "kind": RANKS if real else EMULATED,
