@@ -1,8 +1,7 @@
-"""benchmarks/isolation.py: its middle way gives each request its share, and no unit too much."""
+"""research/isolation.py: its middle way gives each request its share, and no unit too much."""
 
 from __future__ import annotations
 
-import json
 import math
 import runpy
 from fractions import Fraction
@@ -14,8 +13,8 @@ from hypothesis import strategies as st
 
 from paceline import ExpertPlacement, RoutingInputs, route
 
-ROOT = Path(__file__).parent.parent
-STUDY = runpy.run_path(str(ROOT / "benchmarks" / "isolation.py"))
+ROOT = Path(__file__).resolve().parents[2]
+STUDY = runpy.run_path(str(ROOT / "research" / "isolation.py"))
 EXPERTS, K = 16, 2
 
 
@@ -45,13 +44,3 @@ def test_the_middle_way_keeps_every_guaranteed_assignment(
             kept = int((a.kept & chosen)[mine].sum())
             assert kept >= min(int(chosen[mine].sum()), math.floor(own))
             assert int((a.kept & chosen).sum()) <= math.ceil(places)
-
-
-def test_what_is_kept_of_the_study_says_what_the_page_says() -> None:
-    """With request pools nothing is told; every other pool tells neighbours apart."""
-    found = json.loads((ROOT / "benchmarks/results/isolation_leak.json").read_text("utf-8"))
-    told = {pool: [] for pool in ("batch", "request", "shared")}
-    for row in found["results"]:
-        told[row["pool"]].append(row["told_apart"])
-    assert set(told["request"]) == {1}
-    assert max(told["batch"]) == max(told["shared"]) == 290

@@ -3,9 +3,9 @@
 The picture model (`picture_model.py`) answers questions about pictures that it was not trained on.
 Every policy sees the same conversations, and is compared with no cap on each of them.
 
-    python benchmarks/multimodal.py --model benchmarks/models/pictures \
-        --out benchmarks/results/multimodal.json
-    python benchmarks/multimodal.py --page benchmarks/results/multimodal.json
+    python research/multimodal.py --model research/models/pictures \
+        --out research/results/multimodal.json
+    python research/multimodal.py --page research/results/multimodal.json
 
 The second writes the result's table into docs/multimodal.md.
 """
@@ -262,7 +262,7 @@ def table(data: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, default=Path("benchmarks/models/pictures"))
+    parser.add_argument("--model", type=Path, default=Path("research/models/pictures"))
     parser.add_argument("--data", type=Path, default=Path(".picture-data"))
     parser.add_argument("--out", type=Path, help="file for the result")
     parser.add_argument("--page", type=Path, help="a result to write into the docs instead")

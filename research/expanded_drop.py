@@ -2,7 +2,7 @@
 
 Held-out texts, batches of 4,096 tokens of one text, 8 emulated devices, mean perplexity change.
 
-    python benchmarks/expanded_drop.py --out benchmarks/results/expanded_drop.json
+    python research/expanded_drop.py --out research/results/expanded_drop.json
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """On text of kinds that they were not calibrated on, stand-ins lose less than dropping every
 expert's rows does, and the runtime says that inputs are far.
 
-The demo model, a small calibration on four of its domains; benchmarks/unseen_texts.py is the large
+The demo model, a small calibration on four of its domains; research/unseen_texts.py is the large
 form. Per device, where dropping loses little there, they neither gain nor lose much: not tested.
 """
 

@@ -1,8 +1,8 @@
 """What isolation between users costs, and what other pools tell one user of another.
 
-    python benchmarks/isolation.py cost      drops, perplexity and balance of the demo model by pool
-    python benchmarks/isolation.py leak      what a request's own outcome tells of its neighbour
-    python benchmarks/isolation.py flood     what neighbours who repeat a token do to a request
+    python research/isolation.py cost      drops, perplexity and balance of the demo model by pool
+    python research/isolation.py leak      what a request's own outcome tells of its neighbour
+    python research/isolation.py flood     what neighbours who repeat a token do to a request
 
 Beside the pools of the library stands a middle way, built here out of `register_keep`: each request
 is guaranteed the share of every unit that it would have alone (rounded down), and room that is left
@@ -53,7 +53,7 @@ def main() -> None:
     options = parser.parse_args()
     run = {"cost": cost, "leak": leak, "flood": flood}[options.part]
     found = run(options.lengths, options.batches)
-    data = {"program": "benchmarks/isolation.py", "part": options.part, "model": "demo", **found}
+    data = {"program": "research/isolation.py", "part": options.part, "model": "demo", **found}
     path = RESULTS / f"isolation_{options.part}.json"
     write_text(path, to_json({**data, **system_info()}), private=False)
 

@@ -1,10 +1,10 @@
 """Pictures of results/paper_figures.json: the paper's Figures 7, 8 and 9 on what is at hand.
 
-    python benchmarks/paper_pictures.py figure9 --out figure9.svg
-    python benchmarks/paper_pictures.py all --out FOLDER        SVG of each
+    python research/paper_pictures.py figure9 --out figure9.svg
+    python research/paper_pictures.py all --out FOLDER        SVG of each
 
 Written as .svg or .png (needs the extra `figures` and a Chrome or Chromium) or .html, by ending.
-docs/figures holds those of docs/study.md. `python benchmarks/paper_figures.py all --write` measures
+docs/figures holds those of docs/study.md. `python research/paper_figures.py all --write` measures
 anew what is drawn here.
 """
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-STUDY = runpy.run_path(str(ROOT / "benchmarks" / "study.py"))
+ROOT = Path(__file__).resolve().parents[2]
+STUDY = runpy.run_path(str(ROOT / "research" / "study.py"))
 PAGE = (ROOT / "docs" / "study.md").read_text(encoding="utf-8")
 
 

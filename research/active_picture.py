@@ -1,7 +1,6 @@
 """Picture of results/active_experts.json: quality against the experts that a decode step reads.
 
-    python benchmarks/active_picture.py --out docs/figures/active_experts.svg
-    python benchmarks/active_picture.py --ship     what the demo page shows of it
+    python research/active_picture.py --out docs/figures/active_experts.svg
 
 Written as .svg or .png (needs the extra `figures` and a Chrome or Chromium) or .html, by ending.
 """
@@ -17,13 +16,10 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from paceline.files import to_json, write_text
 from paceline.reporting.style import ACCENT, BEFORE, INK, axis, layout
-from paceline.shipped import DECODE_FILE
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "active_experts.json"
-SHIPPED = DECODE_FILE
 WIDTH, HEIGHT = 1100, 520
 WAYS = {
     # name in the picture: family, stand-ins, colour, marker, dash
@@ -71,50 +67,13 @@ def picture(rows: Sequence[Mapping[str, Any]], kind: str, batches: Sequence[int]
     return figure
 
 
-def shipped(data: Mapping[str, Any]) -> dict[str, Any]:
-    """What the demo page shows: max_active on batches of one domain."""
-    rows = [
-        row
-        for row in data["results"]
-        if row["family"] in ("max_active", "max_active, placed")
-        and row["kind"] == "one domain"
-        and isinstance(row["most"], int)
-    ]
-    changes = [row["perplexity_change"] for row in rows]
-    return {
-        **{key: data[key] for key in ("model", "devices", "rank", "prompt", "decoded")},
-        "sequences_a_text": data["sequences_a_text"],
-        "texts": len(changes[0]["by_domain"]),
-        "experts_a_device": 4,
-        "points": [
-            {
-                "batch": row["batch"],
-                "max_active": row["most"],
-                "stand_ins": row["stand_ins"],
-                "placed": row["family"] != "max_active",
-                "read_before": row["most_active_before"],
-                "read": row["most_active_after"],
-                "change": change["mean"],
-                "standard_error": change["standard_error"],
-            }
-            for row, change in zip(rows, changes, strict=True)
-        ],
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--ship", action="store_true", help="write the demo's decode.json")
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--kind", default="one domain", choices=["one domain", "mixed"])
     given = parser.parse_args()
-    data = json.loads(given.results.read_text(encoding="utf-8"))
-    rows = data["results"]
-    if given.ship:
-        write_text(SHIPPED, to_json(shipped(data)), private=False)
-    if given.out is None:
-        return
+    rows = json.loads(given.results.read_text(encoding="utf-8"))["results"]
     figure = picture(rows, given.kind, sorted({row["batch"] for row in rows}))
     if given.out.suffix == ".html":
         figure.write_html(given.out, include_plotlyjs=True)

@@ -6,9 +6,9 @@ experts of which a token takes 2, twice as wide as the demo model's, another see
 tokenizer are the demo's. It is not kept.
 
     python examples/train_demo_model.py prepare
-    python benchmarks/second_model.py train --minutes 30 --folder .demo-build/second
-    python benchmarks/second_model.py judge --folder .demo-build/second \\
-      --out benchmarks/results/second_model.json
+    python research/second_model.py train --minutes 30 --folder .demo-build/second
+    python research/second_model.py judge --folder .demo-build/second \\
+      --out research/results/second_model.json
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The study of docs/study.md: its commands, their results, and the tables made from them.
 
-    python benchmarks/study.py            print the tables from results/study/
-    python benchmarks/study.py --write    run every command again and keep what it says
-    python benchmarks/study.py --whole --traces FOLDER --write    the same on the whole traces that
+    python research/study.py            print the tables from results/study/
+    python research/study.py --write    run every command again and keep what it says
+    python research/study.py --whole --traces FOLDER --write    the same on the whole traces that
                                           the samples are parts of, into results/study_whole/
 
 Nothing is timed; rows are counted. Times in decisions are the cost model's.

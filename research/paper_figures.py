@@ -1,10 +1,10 @@
 """Figures of the paper on Capacity-Aware Inference (arXiv 2503.05066), on what is at hand.
 
-    python benchmarks/paper_figures.py table2     Expert Drop beside Token and Expanded Drop
-    python benchmarks/paper_figures.py figure7    dropped share against the capacity factor
-    python benchmarks/paper_figures.py figure8    gate scores by rank
-    python benchmarks/paper_figures.py figure9    expert loads after each method
-    python benchmarks/paper_figures.py all --write        also write results/paper_figures.json
+    python research/paper_figures.py table2     Expert Drop beside Token and Expanded Drop
+    python research/paper_figures.py figure7    dropped share against the capacity factor
+    python research/paper_figures.py figure8    gate scores by rank
+    python research/paper_figures.py figure9    expert loads after each method
+    python research/paper_figures.py all --write        also write results/paper_figures.json
 
 With --json nothing but JSON is printed. In place of the paper's models there are the demo model (32
 experts, 4 a token) on its held-out texts, mixed in batches, and the sample traces; in place of its

@@ -1,4 +1,4 @@
-"""benchmarks/multimodal.py and its pictures: questions against an oracle, shares against counts."""
+"""research/multimodal.py and its pictures: questions against an oracle, shares against counts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import multimodal as study
 import picture_model
 import pictures
@@ -19,7 +19,7 @@ from transformers import Qwen3VLMoeForConditionalGeneration
 
 from paceline import CapacityPolicy, attach
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 NAMES = list(pictures.KINDS.values())
 
 
@@ -139,7 +139,7 @@ def test_whose_assignments_are_dropped() -> None:
 
 def test_the_kept_model_tells_empty_cells_from_full_ones() -> None:
     """On noise too, which is all that can be asked of it without its pictures."""
-    model = picture_model.load(ROOT / "benchmarks" / "models" / "pictures")
+    model = picture_model.load(ROOT / "research" / "models" / "pictures")
     made = made_up(16, seed=3)
     with torch.no_grad():
         answer = model(**made.given, use_cache=False).logits.argmax(-1)
@@ -152,7 +152,7 @@ def test_the_kept_model_tells_empty_cells_from_full_ones() -> None:
 
 
 def test_the_page_shows_what_is_kept() -> None:
-    kept = json.loads((ROOT / "benchmarks/results/multimodal.json").read_text(encoding="utf-8"))
+    kept = json.loads((ROOT / "research/results/multimodal.json").read_text(encoding="utf-8"))
     page = study.PAGE.read_text(encoding="utf-8")
     assert f"{study.START}\n\n{study.table(kept)}\n\n{study.END}" in page
     assert len(kept["results"]) == len(study.policies())

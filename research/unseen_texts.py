@@ -5,7 +5,7 @@ of all nine, in batches of 4,096 tokens of one text: perplexity under caps, drop
 Compensated Drop, and how far inputs were from those of the calibration. Twice, the second time with
 four of the others.
 
-    python benchmarks/unseen_texts.py --out benchmarks/results/unseen_texts.json
+    python research/unseen_texts.py --out research/results/unseen_texts.json
 """
 
 from __future__ import annotations

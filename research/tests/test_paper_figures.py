@@ -1,4 +1,4 @@
-"""benchmarks/paper_figures.py against plain NumPy, and what is kept of it."""
+"""research/paper_figures.py against plain NumPy, and what is kept of it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 import paceline.traces
 from paceline.traces import sample
 
-ROOT = Path(__file__).resolve().parents[1]
-FIGURES = runpy.run_path(str(ROOT / "benchmarks" / "paper_figures.py"))
-KEPT = json.loads((ROOT / "benchmarks/results/paper_figures.json").read_text(encoding="utf-8"))
+ROOT = Path(__file__).resolve().parents[2]
+FIGURES = runpy.run_path(str(ROOT / "research" / "paper_figures.py"))
+KEPT = json.loads((ROOT / "research/results/paper_figures.json").read_text(encoding="utf-8"))
 
 
 def raw(name: str) -> dict[str, np.ndarray]:
@@ -117,7 +117,7 @@ def test_the_page_has_the_table() -> None:
 
 
 def test_pictures_draw_what_is_kept_and_tell_lines_apart_without_colour(tmp_path: Path) -> None:
-    pictures = runpy.run_path(str(ROOT / "benchmarks" / "paper_pictures.py"))
+    pictures = runpy.run_path(str(ROOT / "research" / "paper_pictures.py"))
     drawn = {name: draw(KEPT[name]) for name, draw in pictures["FIGURES"].items()}
     for figure in drawn.values():
         looks = [(line.marker.symbol, line.line.dash) for line in figure.data]

@@ -1,6 +1,6 @@
 """Train the small multimodal MoE model that answers questions about pictures (see `pictures`).
 
-    python benchmarks/picture_model.py --minutes 6 --out benchmarks/models/pictures
+    python research/picture_model.py --minutes 6 --out research/models/pictures
 
 Minutes are of processor time, on one thread.
 
@@ -44,7 +44,7 @@ QUESTIONS, BATCH = 16, 8
 CARD = """# Picture model
 
 A very small multimodal Mixture-of-Experts model of our own, to study what caps do to images and to
-text (`benchmarks/multimodal.py`). It answers short questions about made-up pictures and is of no
+text (`research/multimodal.py`). It answers short questions about made-up pictures and is of no
 other use.
 
 - Architecture: Transformers' Qwen3VLMoeForConditionalGeneration shrunk: {parameters} million
@@ -52,9 +52,9 @@ other use.
   hidden size 96 with 16 experts, 2 a token (softmax, renormalised).
 - Data: Fashion-MNIST, copyright 2017 Zalando SE, MIT licence, as Debian packages it
   (`dataset-fashion-mnist`); coats and shirts left out. A picture has 3 x 3 cells, some empty;
-  clothes are mirrored and moved by up to two pixels at random. Made by `benchmarks/pictures.py`.
+  clothes are mirrored and moved by up to two pixels at random. Made by `research/pictures.py`.
 - Words: {words}, no text of anybody.
-- Training: `python benchmarks/picture_model.py`, {runs}: {step} steps of 8 conversations
+- Training: `python research/picture_model.py`, {runs}: {step} steps of 8 conversations
   with 16 questions, {seconds} seconds of processor time on one thread of a shared machine.
   AdamW, cosine schedule; losses of answers, of what every image token shows and where,
   Transformers' balance loss of each layer, router z-loss.

@@ -1,7 +1,7 @@
 """A cap as protection: prompts of one repeated token beside usual ones, on real ranks.
 
-    python benchmarks/repeated_tokens.py
-    python benchmarks/repeated_tokens.py --ranks 4
+    python research/repeated_tokens.py
+    python research/repeated_tokens.py --ranks 4
 
 A token that is repeated chooses nearly the same experts all along (arXiv 2512.23995), so all others
 wait for its device. Gloo ranks share the experts evenly and serve prompts of their own, of usual
@@ -62,7 +62,7 @@ def main() -> None:
     found = {"demo": demo_part(options), "random": random_part(options)}
     if dist.get_rank() == 0:
         ranks = options.ranks
-        data = {"program": "benchmarks/repeated_tokens.py", "ranks": ranks, **found}
+        data = {"program": "research/repeated_tokens.py", "ranks": ranks, **found}
         path = options.out or RESULTS / f"repeated_tokens_{ranks}.json"
         write_text(path, to_json({**data, **system_info()}), private=False)
     dist.destroy_process_group()

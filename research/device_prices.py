@@ -1,6 +1,6 @@
 """Device prices: tokens choose the k experts of highest score minus price of the expert's device.
 
-    python benchmarks/device_prices.py --out benchmarks/results/device_prices.json
+    python research/device_prices.py --out research/results/device_prices.json
 
 Prices move load away from busy devices before anything is dropped: BIP-based and loss-free
 balancing of trained routers, applied to one that was trained without. Two kinds of prices: those
