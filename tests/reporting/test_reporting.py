@@ -14,7 +14,7 @@ from paceline.reporting.load_map import load_map
 from paceline.reporting.page import render
 from paceline.reporting.style import load_colours
 from paceline.system_info import system_info
-from paceline.wording import percent, signed_percent, times
+from paceline.text import percent, signed_percent, times
 
 
 @pytest.mark.parametrize(

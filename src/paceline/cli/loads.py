@@ -142,7 +142,7 @@ def _show(result: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from paceline.wording import percent, times
+    from paceline.text import percent, times
 
     capped = result["policy"] is not None
     title = "Busiest expert and device of every layer; how long an average device waits"
