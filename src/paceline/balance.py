@@ -1,14 +1,14 @@
 """Balance of loads: the busiest unit beside the mean unit, over named axes.
 
 A load is the number of (token, expert) assignments that a unit (an expert or a device) computes in
-one batch of one layer. Units work at the same time, so a layer takes as long as its busiest unit;
-batches and layers run one after the other, so their times add up. Over several of them, peak-to-mean
-is therefore the sum of the busiest loads / the sum of the mean loads: the time that experts take
-relative to the time with perfect balance.
+one batch of one layer. Units work at the same time, so a layer takes as long as its busiest unit.
+Batches and layers run one after the other, so their times add up: over several of them,
+peak-to-mean is the sum of the busiest loads / the sum of the mean loads, which is the time that
+experts take relative to the time with perfect balance.
 
 `peaks(loads, ("batch", "layer", "device"))` finds the busiest and the mean over the last axis;
-`.over("batch")` sums both over a named axis; `.ratio` divides them. All of it takes NumPy arrays and
-torch tensors alike, and never waits for a torch device.
+`.over("batch")` sums both over a named axis; `.ratio` divides them. All of this takes NumPy arrays
+and torch tensors alike, and never waits for a torch device.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Peaks:
 
     @property
     def best_possible(self) -> Peaks:
-        """Peaks if the loads, being whole numbers, were spread over the units as evenly as can be."""
+        """The peaks if the loads, being whole numbers, were spread as evenly as possible."""
         return Peaks(self.axes, -(-self.mean // 1), self.mean)
 
 
