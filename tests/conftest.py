@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -13,10 +14,20 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 _SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-settings.register_profile(
-    "ci", derandomize=True, deadline=None, max_examples=60, suppress_health_check=_SLOW_IS_FINE
-)
-settings.register_profile(
-    "deep", deadline=None, max_examples=2000, suppress_health_check=_SLOW_IS_FINE
-)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+# Examples per property: in `make test`, in `make test-all`, and for a night.
+for name, examples in (("quick", 20), ("ci", 60), ("deep", 2000)):
+    settings.register_profile(
+        name,
+        derandomize=name != "deep",
+        deadline=None,
+        max_examples=examples,
+        suppress_health_check=_SLOW_IS_FINE,
+    )
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark property tests, which `make test-all` runs again with more examples."""
+    for item in items:
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker("property")
