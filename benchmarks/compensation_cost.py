@@ -27,10 +27,9 @@ from paceline.bench.spread import ratios, shuffled
 from paceline.calibration.layer_fit import RIDGE_EXPERTS, fit_layer
 from paceline.calibration.rows import Rows, Seen
 from paceline.files import to_json, write_text
+from paceline.stand_ins.calibration_file import Calibration, LayerCalibration
 from paceline.stand_ins.compensation import Compensation
-from paceline.stand_ins.file import Calibration
 from paceline.stand_ins.identity import LayerIdentity
-from paceline.stand_ins.layer import LayerCalibration
 from paceline.system_info import system_info
 
 HIDDEN, WIDTH, EXPERTS, K, RANK, DEVICES = 2048, 1024, 64, 8, 16, 8

@@ -28,7 +28,7 @@ from paceline.evaluation.sensitivity import measure_layers
 from paceline.files import to_json, write_text
 from paceline.plan import Plan
 from paceline.shipped import CALIBRATION_FOLDER
-from paceline.stand_ins.file import Calibration
+from paceline.stand_ins.calibration_file import Calibration
 from paceline.system_info import system_info
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))

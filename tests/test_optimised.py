@@ -14,7 +14,7 @@ PROGRAM = """
 import json, sys
 import numpy as np, torch
 from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, register_keep, route
-from paceline.routing.selection import using_backend
+from paceline.routing.backends import using_backend
 from paceline.routing.stats import LoadAccumulator
 
 said = {"optimised": not __debug__}

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import CapacityPolicy, PolicyError, register_keep
-from paceline.keeps import KEEPS
+from paceline.policy import KEEPS
 
 DEFAULTS = {
     "unit": "device", "pool": "batch", "keep": "score", "min_expert_load": "auto", "phase": "all",

@@ -22,13 +22,12 @@ from paceline import attach
 from paceline.analysis.placement_search import Shape, search_map
 from paceline.batches import Batch, Sampling, make_batches
 from paceline.calibration.collect import calibrate
-from paceline.calibration.fit import LOG_RIDGE, ROWS_PER_RANK, fit
+from paceline.calibration.fit import LOG_RIDGE, ROWS_PER_RANK, Moments, fit
 from paceline.calibration.layer_fit import RIDGES
-from paceline.calibration.moments import Moments
 from paceline.cli.app import app
 from paceline.facts import Facts
 from paceline.routing import RoutingInputs
-from paceline.stand_ins.file import FILE, Calibration, CalibrationError
+from paceline.stand_ins.calibration_file import FILE, Calibration, CalibrationError
 
 
 class Letters:

@@ -8,8 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.calibration.fit import ROWS_PER_RANK, StandInFit, fit, none
-from paceline.calibration.moments import CHUNK, EXACT, Moments, merged
+from paceline.calibration.fit import (
+    CHUNK,
+    EXACT,
+    ROWS_PER_RANK,
+    Moments,
+    StandInFit,
+    fit,
+    merged,
+    none,
+)
 
 
 def rows(seed: int, n: int, hidden: int, noise: float = 0.3) -> tuple[np.ndarray, np.ndarray]:

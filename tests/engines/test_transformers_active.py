@@ -145,7 +145,7 @@ def test_continuous_batching_reads_few_experts() -> None:
     read: list[list[int]] = []
 
     def watch(_: str, inputs: Any, a: Any) -> None:
-        if bool(a.narrowed):
+        if bool(a.max_active_applies):
             valid = torch.ones(len(a.kept), dtype=torch.bool)
             valid = (valid if inputs.valid is None else inputs.valid).numpy()
             weights = inputs.topk_weights.double().numpy()

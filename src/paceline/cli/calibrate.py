@@ -13,7 +13,7 @@ from paceline.cli.errors import guarded
 if TYPE_CHECKING:
     from paceline.plan import Plan
     from paceline.policy import CapacityPolicy
-    from paceline.stand_ins.file import Calibration
+    from paceline.stand_ins.calibration_file import Calibration
 
 PLAN = "plan.toml"
 """In the folder of a calibration, where placements were searched."""
@@ -75,8 +75,8 @@ def calibrate(
     caps = _caps(policy or [])
 
     from paceline.batches import Sampling
+    from paceline.calibration.collect import FOLDER, remove
     from paceline.calibration.collect import calibrate as run
-    from paceline.calibration.unfinished import FOLDER, remove
     from paceline.cli.progress import progress
 
     sampling = Sampling(tokens, batch_size, sequence_length)

@@ -91,7 +91,7 @@ def evaluate(
     from paceline.evaluation.subject import Subject
     from paceline.evaluation.tables import markdown
     from paceline.files import to_json, write_text
-    from paceline.stand_ins.file import Calibration
+    from paceline.stand_ins.calibration_file import Calibration
 
     sampling = Sampling(tokens, batch_size, sequence_length)
     fitted = None if calibration is None else Calibration.load(calibration)

@@ -59,7 +59,7 @@ def factors(
     from paceline.cli.models import load, read_texts
     from paceline.cli.progress import progress
     from paceline.evaluation.sensitivity import measure_layers
-    from paceline.stand_ins.file import Calibration
+    from paceline.stand_ins.calibration_file import Calibration
 
     texts = read_texts(text or [], model)
     folder = places.calibration_folder() if calibration is None else calibration

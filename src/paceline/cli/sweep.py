@@ -73,7 +73,7 @@ def sweep(
     from paceline.files import to_json, write_text
     from paceline.reporting.sweep_page import sweep_page
     from paceline.reporting.sweep_table import sweep_table
-    from paceline.stand_ins.file import Calibration
+    from paceline.stand_ins.calibration_file import Calibration
 
     texts = read_texts(text or [], model)
     fitted = None if calibration is None else Calibration.load(calibration)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.shipped import CALIBRATION_FOLDER, DECODE_FILE, MODEL_FOLDER, SWEEP_FILE, TEXT_FOLDER
 
 if TYPE_CHECKING:
-    from paceline.stand_ins.file import Calibration
+    from paceline.stand_ins.calibration_file import Calibration
 
 
 def domains() -> list[str]:
@@ -74,6 +74,6 @@ def load_calibration() -> Calibration:
     Raises:
         CalibrationError: if this installation carries none.
     """
-    from paceline.stand_ins.file import Calibration
+    from paceline.stand_ins.calibration_file import Calibration
 
     return Calibration.load(CALIBRATION_FOLDER)

@@ -15,7 +15,7 @@ from paceline.demo.results import describe, example, policies, stragglers
 from paceline.demo.study import PolicyRun, held_out, run_policy
 from paceline.demo.wording import findings
 from paceline.progress import Progress
-from paceline.stand_ins.file import Calibration
+from paceline.stand_ins.calibration_file import Calibration
 
 """Called with steps done, steps in all and what was just done."""
 

@@ -17,8 +17,8 @@ from paceline.bench.spread import ratios
 from paceline.demo.plan import DEVICES, Entry
 from paceline.placement import ExpertPlacement
 from paceline.routing import route
+from paceline.stand_ins.calibration_file import Calibration
 from paceline.stand_ins.compensation import Compensation
-from paceline.stand_ins.file import Calibration
 
 REPEATS = 2
 """Runs of a device in a round, the fastest of which counts."""

@@ -15,7 +15,7 @@ from paceline.evaluation.tally import Tally
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
 from paceline.settings import PoliciesLike
-from paceline.stand_ins.file import Calibration
+from paceline.stand_ins.calibration_file import Calibration
 from paceline.stand_ins.identity import plain
 
 BASELINE = "none"

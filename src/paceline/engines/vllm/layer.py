@@ -23,9 +23,9 @@ from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import Assignment, RoutingInputs, route
 from paceline.routing.active import rows_spared
-from paceline.routing.capacity import tokens_needed
 from paceline.routing.layer_stats import LayerStats
-from paceline.routing.priority import token_priorities
+from paceline.routing.limits import tokens_needed
+from paceline.routing.ranking import token_priorities
 from paceline.routing.stats import LoadAccumulator
 
 DROPPED = -1

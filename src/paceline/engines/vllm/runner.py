@@ -12,7 +12,7 @@ from paceline.engines.vllm.savings import Experts
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import RoutingInputs
-from paceline.routing.budget import Budget
+from paceline.routing.limits import Budget
 from paceline.settings import read_placement
 
 
