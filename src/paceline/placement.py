@@ -23,7 +23,6 @@ class ExpertPlacement:
     Attributes:
         expert_to_device: [experts] device of each expert.
         num_devices: devices, some of which may host no expert.
-        num_experts: experts on all devices.
         sizes: [devices] experts on each device.
 
     Raises:
@@ -36,7 +35,6 @@ class ExpertPlacement:
 
     expert_to_device: tuple[int, ...]
     num_devices: int
-    num_experts: int = field(init=False, repr=False, compare=False)
     sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _experts: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
@@ -64,7 +62,6 @@ class ExpertPlacement:
             experts[device].append(expert)
         object.__setattr__(self, "expert_to_device", tuple(devices))
         object.__setattr__(self, "num_devices", count)
-        object.__setattr__(self, "num_experts", len(devices))
         object.__setattr__(self, "_experts", tuple(map(tuple, experts)))
         object.__setattr__(self, "_hash", hash((self.expert_to_device, self.num_devices)))
         object.__setattr__(self, "sizes", tuple(map(len, experts)))
@@ -132,6 +129,11 @@ class ExpertPlacement:
             3
         """
         return cls.contiguous(num_experts, num_experts)
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts on all devices."""
+        return len(self.expert_to_device)  # a constant to a compiler, which a field is not
 
     def experts_of(self, device: int) -> tuple[int, ...]:
         """Return the experts on a device, in order.

@@ -216,8 +216,8 @@ class CapacityPolicy(TextForms):
                 )
         if self.compensate and self.renormalize:
             raise PolicyError(
-                "renormalize must be False with compensate=True, got True: dropped weight would count "
-                "twice, in stand-ins and in survivors"
+                "renormalize must be False with compensate=True, got True: dropped weight would "
+                "count twice, in stand-ins and in survivors"
             )
         if self.expand is not None and self.keep not in KEEPS:
             raise PolicyError(
@@ -244,8 +244,8 @@ class CapacityPolicy(TextForms):
             )
         if self.min_expert_load == 0:
             raise PolicyError(
-                f"min_expert_load must be > 0 with max_active={most}, got 0: max_active applies below "
-                "it"
+                f"min_expert_load must be > 0 with max_active={most}, got 0: max_active applies "
+                "below it"
             )
 
     # -- derived ------------------------------------------------------------------------------

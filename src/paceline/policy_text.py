@@ -70,7 +70,8 @@ class TextForms(BaseModel):
             name, equals, value = (piece.strip() for piece in part.partition("="))
             if not equals or not value:
                 raise PolicyError(
-                    'policy must have the form name=value, as in "capacity_factor=1.25,unit=device", '
+                    "policy must have the form name=value, as in "
+                    '"capacity_factor=1.25,unit=device", '
                     f"got {shortened(repr(part))} in {shortened(repr(text), 120)}"
                 )
             if name in fields:

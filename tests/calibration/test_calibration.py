@@ -262,7 +262,10 @@ def test_the_verb_refuses_bad_input_in_one_sentence(tmp_path: Path) -> None:
         (["nowhere/at/all", "--text", "a", "--out", str(tmp_path / "o")], "--text a can't be read"),
         (["demo", "--out", str(tmp_path / "file")], "is a file"),
         (["demo", "--dtype", "int3", "--out", str(tmp_path / "o")], "int3"),
-        (["demo", "--rank", "0", "--tokens", "64", "--out", str(tmp_path / "o")], "rank=0"),
+        (
+            ["demo", "--rank", "0", "--tokens", "64", "--out", str(tmp_path / "o")],
+            "rank must be a whole number >= 1, got 0",
+        ),
     ]
     for arguments, said in cases:
         result = CliRunner().invoke(app, ["calibrate", *arguments])

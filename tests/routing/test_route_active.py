@@ -203,22 +203,21 @@ def test_share_of_what_a_device_hosts() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"max_active": 0}, "max_active=0 is not allowed"),
-        ({"max_active": 1.0}, "max_active=1.0 is not allowed"),
-        ({"max_active": -0.5}, "a share of a device's experts > 0 and < 1"),
-        ({"max_active": float("nan")}, "max_active=nan is not allowed"),
-        ({"max_active": True}, "max_active=True is not allowed"),
-        ({"max_active": "many"}, "max_active='many' is not allowed"),
-        ({"max_active": 2, "pool": "request"}, 'pool="request"'),
-        ({"max_active": 2, "phase": "prefill"}, 'phase="prefill"'),
-        ({"max_active": 2, "min_expert_load": 0}, "can never apply"),
+        ({"max_active": 0}, "max_active must be a whole number of experts >= 1, .*, got 0$"),
+        ({"max_active": 1.0}, "max_active must be .* got 1.0$"),
+        ({"max_active": -0.5}, "a share of a device's experts > 0 and < 1, or None, got -0.5$"),
+        ({"max_active": float("nan")}, "max_active must be .* got nan$"),
+        ({"max_active": True}, "max_active must be .* got True$"),
+        ({"max_active": "many"}, "max_active must be .* got 'many'$"),
+        ({"max_active": 2, "pool": "request"}, 'pool must be .* got "request"'),
+        ({"max_active": 2, "phase": "prefill"}, 'phase must be .* got "prefill"'),
+        ({"max_active": 2, "min_expert_load": 0}, "min_expert_load must be > 0"),
     ],
 )
 def test_bad_values_are_one_sentence(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(PolicyError, match=said.replace("(", r"\(")) as caught:
         CapacityPolicy(**fields)
-    assert str(caught.value).count(". ") == 0
-    assert str(caught.value).endswith(".")
+    assert ". " not in str(caught.value)
 
 
 @pytest.mark.parametrize(
