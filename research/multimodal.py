@@ -32,8 +32,8 @@ from paceline.calibration.collect import calibrate
 from paceline.cli.progress import progress
 from paceline.demo.study import balance, drops, flat
 from paceline.engines.sharing import SharedBudgetWarning
-from paceline.environment import environment
 from paceline.files import to_json, write_text
+from paceline.system_info import system_info
 
 Floats = NDArray[np.float64]
 GROUPS = {
@@ -231,7 +231,7 @@ def study(given: argparse.Namespace, tell: Callable[[int, int, str], None]) -> d
         "best_guess": best_guess(batches),
         "base": summary("no cap", base, base),
         "results": results,
-        **environment(),
+        **system_info(),
     }
 
 

@@ -102,7 +102,7 @@ def loads(
     from paceline.analysis.verdict import verdict
     from paceline.batches import Sampling
     from paceline.cli.progress import progress
-    from paceline.environment import environment
+    from paceline.system_info import system_info
 
     sampling = Sampling(tokens, batch_size, sequence_length, mix)
     network, tokenizer = load(model, dtype.value, trust_remote_code)
@@ -121,7 +121,7 @@ def loads(
         "verdict": verdict(result),
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["paceline", *sys.argv[1:]]),
-        **environment(),
+        **system_info(),
         "seconds": None,
     }
     if html is not None:
@@ -141,7 +141,7 @@ def _show(result: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from paceline.wording import percent, times
+    from paceline.text import percent, times
 
     capped = result["policy"] is not None
     title = "Busiest expert and device of every layer; how long an average device waits"

@@ -1,4 +1,4 @@
-"""What a report must name: hardware and library versions."""
+"""The hardware and library versions that every report and benchmark result names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LIBRARIES = ("paceline", "torch", "transformers", "numpy", "plotly")
 
 
 def processor() -> str:
-    """Name of the CPU, as the system tells it."""
+    """Return the name of the CPU as the operating system reports it."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -23,7 +23,7 @@ def processor() -> str:
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of the libraries behind the figures, those installed."""
+    """Return the versions of Python and of the installed libraries that figures depend on."""
     found = {"python": platform.python_version()}
     for name in LIBRARIES:
         try:
@@ -33,8 +33,8 @@ def library_versions() -> dict[str, str]:
     return found
 
 
-def environment() -> dict[str, Any]:
-    """Hardware and versions; no host name, no user name, no path."""
+def system_info() -> dict[str, Any]:
+    """Return hardware and library versions; no host name, no user name, no path."""
     load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
     return {
         "machine": {

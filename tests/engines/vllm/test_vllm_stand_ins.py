@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from engines import DEVICES, Capped, answers, asked, prompts, start
-from tiny_models import make
 from transformers import AutoModelForCausalLM
+from vllm_engines import DEVICES, Capped, answers, asked, prompts, start
+from vllm_models import make
 
 from paceline import CapacityPolicy, ExpertPlacement, attach
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from made_up_calibration import made_up
 
 LOW = "capacity_factor=0.5,min_expert_load=0"

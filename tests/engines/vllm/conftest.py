@@ -36,8 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="module")
 def olmoe(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A tiny OLMoE with the cap in it; engines that start after it may end it."""
-    from engines import DEVICES, Capped, asked, start
-    from tiny_models import make
+    from vllm_engines import DEVICES, Capped, asked, start
+    from vllm_models import make
 
     folder = make("olmoe", tmp_path_factory.mktemp("olmoe"))
     with asked(policy="capacity_factor=1000", devices=str(DEVICES)):

@@ -117,7 +117,7 @@ def serving(log: Path, *flags: str, environ: dict[str, str] | None = None) -> It
     command = [
         sys.executable, "-m", "paceline", "serve", "demo", *flags, "--port", str(port),
         "--host", "127.0.0.1", "--api-key", KEY, "--enforce-eager",
-        "--worker-extension-cls", "row_counter.RowCounter",
+        "--worker-extension-cls", "kernel_rows.RowCounter",
     ]  # fmt: skip
     with log.open("wb") as out:
         process = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import row_counter
+import kernel_rows
 import torch
-from tiny_models import VOCABULARY
 from vllm import LLM, SamplingParams
+from vllm_models import VOCABULARY
 
 LENGTHS = (40, 97, 12, 200, 64, 130, 5, 77, 31, 150, 90, 11)
 
@@ -114,12 +114,12 @@ class Capped:
         """One forward of all prompts under a policy: rows of each expert, layer by layer."""
         self.set(policy)
         before = self.model.describe()
-        row_counter.CALLS.clear()
+        kernel_rows.CALLS.clear()
         said = answers(self.llm, tokens=1, of=prompts(lengths))
         after = self.model.describe()
         return {
             "said": said,
-            "calls": list(row_counter.CALLS),
+            "calls": list(kernel_rows.CALLS),
             "dropped": after["dropped"] - before["dropped"],
             "forwards": after["forwards"] - before["forwards"],
             "capped": after["capped_forwards"] - before["capped_forwards"],

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import LENGTHS, answers, asked, prompts, start
-from tiny_models import make
 from vllm.envs import disable_envs_cache
+from vllm_engines import LENGTHS, answers, asked, prompts, start
+from vllm_models import make
 
 K = 2
 
@@ -34,7 +34,7 @@ def test_two_ranks_decide_and_say_what_one_process_does(
 ) -> None:
     folder = make("olmoe", tmp_path)
     policies = (None, "capacity_factor=1000", "capacity_factor=0.8,min_expert_load=0")
-    extension = {"worker_extension_cls": "row_counter.RowCounter"}
+    extension = {"worker_extension_cls": "kernel_rows.RowCounter"}
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
     with asked(policy="capacity_factor=1000", devices="2"):
         one = start(folder, **extension)

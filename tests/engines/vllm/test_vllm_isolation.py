@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import kernel_rows
 import pytest
-import row_counter
 import torch
-from engines import answers, asked, start
-from tiny_models import VOCABULARY, make
 from torch import Tensor
+from vllm_engines import answers, asked, start
+from vllm_models import VOCABULARY, make
 
 CALLS: list[tuple[bool, Tensor, Tensor]] = []
 """Of every call: is it the first layer's, hidden states [rows, hidden], experts [rows, slots]."""
@@ -37,7 +37,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = make("olmoe", tmp_path_factory.mktemp("olmoe"))
     with pytest.MonkeyPatch.context() as patch, asked(policy="capacity_factor=1000", devices="4"):
         patch.setenv("PACELINE_ACCEPT_SHARED_BUDGET", "1")
-        patch.setattr(row_counter, "_KERNEL", Watched(row_counter._KERNEL))
+        patch.setattr(kernel_rows, "_KERNEL", Watched(kernel_rows._KERNEL))
         yield start(folder, max_num_batched_tokens=64, enable_prefix_caching=True, block_size=32)
 
 

@@ -9,9 +9,9 @@ import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
+import kernel_rows
 import numpy as np
 import pytest
-import row_counter
 import torch
 import vllm._custom_ops as ops
 from hypothesis import given, settings
@@ -65,9 +65,9 @@ def test_experts_compute_the_kept_pairs_and_no_other(
         ids = torch.where(ids < 0, ids, ids * 2 % (2 * EXPERTS))
     seen = ids if mapped is None else torch.where(ids < 0, ids, mapped[ids.clamp(min=0)])
     out = torch.full((rows, HIDDEN), torch.nan)
-    row_counter.CALLS.clear()
+    kernel_rows.CALLS.clear()
     fused_experts(out, hidden, *PACKED, None, None, weights, ids, mapped, "silu", "vec", False)
-    assert row_counter.rows() == int((seen >= 0).sum())
+    assert kernel_rows.rows() == int((seen >= 0).sum())
     np.testing.assert_allclose(out.numpy(), _oracle(hidden, weights, seen), atol=2e-5)
     assert (out[(seen < 0).all(1)] == 0).all()
 
@@ -205,7 +205,7 @@ def test_a_key_is_checked_as_vllm_does() -> None:
     assert control.authorized({"headers": []}, [])
 
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 
 def test_dashboard_and_alerts_name_what_there_is() -> None:

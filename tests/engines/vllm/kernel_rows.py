@@ -1,7 +1,7 @@
 """Counts the rows that vLLM's CPU kernel computes, below the plugin and below the engine.
 
 Imported, it takes the kernel's place in torch's dispatcher and passes every call on. As a worker
-extension (`--worker-extension-cls row_counter.RowCounter`) its counts can be asked for over RPC.
+extension (`--worker-extension-cls kernel_rows.RowCounter`) its counts can be asked for over RPC.
 """
 
 from __future__ import annotations

@@ -7,10 +7,11 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+import kernel_rows
 import pytest
-import row_counter
 import torch
-from engines import (
+from oracle import route_oracle
+from vllm_engines import (
     DEVICES,
     EXPERTS,
     LENGTHS,
@@ -22,8 +23,7 @@ from engines import (
     start,
     stock_answers,
 )
-from oracle import route_oracle
-from tiny_models import FAMILIES, dtype_of, make
+from vllm_models import FAMILIES, dtype_of, make
 
 from paceline import CapacityPolicy
 from paceline.engines.sharing import SharedBudgetWarning
@@ -130,13 +130,13 @@ def test_a_request_pool_knows_no_neighbours(olmoe: Capped) -> None:
 def test_prefill_phase_leaves_decoding_alone(olmoe: Capped) -> None:
     olmoe.set("capacity_factor=0.5,phase=prefill,min_expert_load=0")
     before = olmoe.model.describe()
-    row_counter.CALLS.clear()
+    kernel_rows.CALLS.clear()
     answers(olmoe.llm, tokens=6)
     after, layers = olmoe.model.describe(), len(olmoe.model.layers)
     assert after["capped_forwards"] - before["capped_forwards"] == 1
-    for rows in row_counter.CALLS[layers:]:
+    for rows in kernel_rows.CALLS[layers:]:
         assert sum(rows) == len(LENGTHS) * K
-    assert sum(row_counter.CALLS[0]) < TOKENS * K
+    assert sum(kernel_rows.CALLS[0]) < TOKENS * K
 
 
 @pytest.mark.parametrize("factor", ["", "capacity_factor=1.25,"])
@@ -144,10 +144,10 @@ def test_decode_reads_few_experts_of_each_device(olmoe: Capped, factor: str) -> 
     """12 requests decode: 24 rows on 8 experts, below the CPU's 8 an expert; a prefill isn't."""
     olmoe.set(f"{factor}max_active=1")
     before = olmoe.model.describe()["dropped"]
-    row_counter.CALLS.clear()
+    kernel_rows.CALLS.clear()
     answers(olmoe.llm, tokens=6)
     layers, hosted = len(olmoe.model.layers), EXPERTS // DEVICES
-    steps = row_counter.CALLS[layers:]
+    steps = kernel_rows.CALLS[layers:]
     assert len(steps) == 5 * layers
     for rows in steps:
         by_device = [rows[d * hosted : (d + 1) * hosted] for d in range(DEVICES)]
@@ -156,7 +156,7 @@ def test_decode_reads_few_experts_of_each_device(olmoe: Capped, factor: str) -> 
         asked = len(steps) * len(LENGTHS) * K
         dropped = olmoe.model.describe()["dropped"] - before
         assert dropped == asked - sum(map(sum, steps)) > 0
-        assert sum(row_counter.CALLS[0]) == TOKENS * K
+        assert sum(kernel_rows.CALLS[0]) == TOKENS * K
 
 
 def test_small_batches_are_left_alone_by_default(olmoe: Capped) -> None:

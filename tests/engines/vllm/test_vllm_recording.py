@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from engines import EXPERTS, LENGTHS, Capped, K, answers
 from typer.testing import CliRunner
+from vllm_engines import EXPERTS, LENGTHS, Capped, K, answers
 
 from paceline.engines.vllm.environment import Recording
 from paceline.engines.vllm.recording import WorkerRecording
@@ -34,17 +34,17 @@ def recording(
 
 
 def test_counts_are_what_the_kernel_was_given(olmoe: Capped, tmp_path: Path) -> None:
-    import row_counter
+    import kernel_rows
 
     olmoe.set("mode=observe")
-    row_counter.CALLS.clear()
+    kernel_rows.CALLS.clear()
     with recording(olmoe, tmp_path / "trace") as made:
         assert made.describe()["recording"]
         answers(olmoe.llm, tokens=STEPS)
     told = made.stop()  # twice is once
     assert (told["recording"], told["forwards"]) == (False, STEPS)
     layers = len(olmoe.model.layers)
-    calls = torch.tensor(row_counter.CALLS).view(STEPS, layers, EXPERTS)
+    calls = torch.tensor(kernel_rows.CALLS).view(STEPS, layers, EXPERTS)
     trace = open_trace(tmp_path / "trace")
     header = trace.header
     assert (header.chunks, header.content, header.model) == (1, "counts", "tiny")

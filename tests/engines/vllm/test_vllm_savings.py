@@ -22,7 +22,7 @@ def test_it_pays_beyond_one_share(experts: Experts) -> None:
             assert pays == (share > edge)
 
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "vllm_kernel.json"
+RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "vllm_kernel.json"
 
 
 def test_the_measured_cases() -> None:
