@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any
@@ -75,12 +74,12 @@ def loads(
     if policy is not None:
         if chosen.policies:
             raise ValueError(f"--policy and {plan} both name a policy: give one of them.")
-        chosen = replace(chosen, policies=(CapacityPolicy.parse(policy),))
+        chosen = chosen.replace(policies=(CapacityPolicy.parse(policy),))
     if shadow:
         if not chosen.policies:
             raise ValueError("--shadow needs a --policy, or a plan with one, to count for.")
         policies = tuple(each.replace(mode="shadow") for each in chosen.policies)
-        chosen = replace(chosen, policies=policies)
+        chosen = chosen.replace(policies=policies)
     check_writable(html)
     if not text and is_trace(model):
         if html is not None:
