@@ -17,8 +17,8 @@ import typer
 
 from paceline.batches import Sampling
 from paceline.calibration.collect import calibrate
-from paceline.cli.calibrate import PLAN
-from paceline.cli.models import load
+from paceline.cli.tune import PLAN
+from paceline.cli.sources import load
 from paceline.cli.progress import progress
 from paceline.demo.plan import DEVICES
 

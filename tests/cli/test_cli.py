@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.cli.app import app
-from paceline.cli.errors import sentence
+from paceline.cli.output import sentence
 from paceline.shipped import MODEL_FOLDER
 
 RUN = ["--tokens", "1024", "--batch-size", "8", "--sequence-length", "64"]

@@ -7,13 +7,13 @@ from importlib.metadata import version as installed_version
 import typer
 
 from paceline.cli.bench import bench
-from paceline.cli.calibrate import calibrate
+from paceline.cli.tune import calibrate
 from paceline.cli.calibrate_hardware import calibrate_hardware
 from paceline.cli.demo import demo
 from paceline.cli.eval import evaluate
 from paceline.cli.factors import factors
 from paceline.cli.import_trace import import_trace
-from paceline.cli.lm_eval import lm_eval
+from paceline.lm_eval import lm_eval
 from paceline.cli.loads import loads
 from paceline.cli.place import place
 from paceline.cli.plan import plan

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from paceline.cli.decided import PlacementFile, PlanFile, decided, most_devices, named
-from paceline.cli.errors import check_writable, guarded
+from paceline.cli.output import check_writable, guarded
 from paceline.cli.model_options import AsJson
 
 bench = typer.Typer(
@@ -149,7 +149,7 @@ def bench_model_verb(
     import torch
 
     from paceline.bench.run import bench_model
-    from paceline.cli.models import quiet
+    from paceline.cli.sources import quiet
 
     quiet()
     check_writable(out, plot)
@@ -192,7 +192,7 @@ def _model_and_text(
     """A model, and [sequences, length] token ids of a text, repeated where it is too short."""
     import torch
 
-    from paceline.cli.models import load, read_texts
+    from paceline.cli.sources import load, read_texts
 
     loaded, tokenizer = load(model)
     texts = read_texts(text or [], model)

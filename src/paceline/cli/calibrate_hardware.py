@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.errors import guarded
+from paceline.cli.output import guarded
 from paceline.cli.model_options import AsJson
 
 _QUIET = 0.03  # difference of two runs of one case

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.errors import guarded
+from paceline.cli.output import guarded
 
 
 @guarded
@@ -37,7 +37,7 @@ def demo(
       paceline demo --out /tmp/demo
       paceline demo --quick
     """
-    from paceline.cli.models import quiet
+    from paceline.cli.sources import quiet
     from paceline.cli.progress import progress
     from paceline.demo.plan import Plan
     from paceline.demo.run import run_demo

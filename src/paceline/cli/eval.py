@@ -12,7 +12,7 @@ import typer
 
 from paceline.cli import model_options
 from paceline.cli.decided import Devices, PlanFile, decided, on_devices
-from paceline.cli.errors import guarded
+from paceline.cli.output import guarded
 
 if TYPE_CHECKING:
     from paceline.evaluation.tasks import Chosen
@@ -80,7 +80,7 @@ def evaluate(
     chosen, policies = _decided(policy or [], plan, devices, suite)
     _check(limit, num_fewshot, batch_size, out, ways)
 
-    from paceline.cli.models import load, read_texts
+    from paceline.cli.sources import load, read_texts
 
     texts = read_texts(text or [], model) if text or not wanted else {}
 

@@ -10,7 +10,7 @@ import typer
 
 from paceline.cli import model_options
 from paceline.cli.decided import Devices, PlanFile, decided, on_devices
-from paceline.cli.errors import check_writable, guarded
+from paceline.cli.output import check_writable, guarded
 
 
 @guarded
@@ -56,7 +56,7 @@ def factors(
     from dataclasses import replace
 
     from paceline.batches import Sampling
-    from paceline.cli.models import load, read_texts
+    from paceline.cli.sources import load, read_texts
     from paceline.cli.progress import progress
     from paceline.evaluation.sensitivity import measure_layers
     from paceline.stand_ins.file import Calibration

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli import trace_options as options
-from paceline.cli.errors import guarded
+from paceline.cli import options
+from paceline.cli.output import guarded
 
 
 @guarded

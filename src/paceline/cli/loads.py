@@ -13,9 +13,9 @@ from typing import Annotated, Any
 import typer
 
 from paceline.cli import model_options
-from paceline.cli import trace_options as options
+from paceline.cli import options
 from paceline.cli.decided import Devices, PlacementFile, PlanFile, decided, named
-from paceline.cli.errors import check_writable, guarded
+from paceline.cli.output import check_writable, guarded
 from paceline.cli.trace_loads import loads_of_trace
 
 
@@ -95,7 +95,7 @@ def loads(
         world_size=world_size, physical=physical or None,
     )  # fmt: skip
 
-    from paceline.cli.models import load, read_texts
+    from paceline.cli.sources import load, read_texts
 
     texts = read_texts(text or [], model)
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.errors import guarded
+from paceline.cli.output import guarded
 from paceline.cli.model_options import AsJson
-from paceline.cli.trace_options import (
+from paceline.cli.options import (
     Devices,
     Experts,
     K,
@@ -82,7 +82,7 @@ def place(
     from paceline.analysis.placing import place as search
     from paceline.analysis.plan_judge import layer_plan
     from paceline.cli.progress import progress
-    from paceline.cli.trace_options import read_trace
+    from paceline.cli.options import read_trace
 
     for name, folder in (("--out", out and out.parent), ("--maps", maps and maps.parent)):
         if folder is not None and not folder.absolute().is_dir():

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.errors import guarded
+from paceline.cli.output import guarded
 from paceline.cli.model_options import AsJson
-from paceline.cli.trace_options import Devices, TraceName
+from paceline.cli.options import Devices, TraceName
 
 
 @guarded
@@ -64,7 +64,7 @@ def plan(
     from paceline.analysis.plan_goal import Goal
     from paceline.analysis.planner import make_plan
     from paceline.cli.progress import progress
-    from paceline.cli.trace_options import read_trace
+    from paceline.cli.options import read_trace
 
     if out is not None and not out.absolute().parent.is_dir():
         raise ValueError(f"--out {out}: there is no folder {out.parent}")

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from paceline.cli import model_options
-from paceline.cli.errors import guarded
-from paceline.cli.trace_options import NewTrace
+from paceline.cli.output import guarded
+from paceline.cli.options import NewTrace
 
 
 @guarded
@@ -52,7 +52,7 @@ def record(
         raise ValueError("--text and --prompts are two ways to run a model: give one of them.")
     questions = None if prompts is None else read_prompts(prompts)
 
-    from paceline.cli.models import load, read_texts
+    from paceline.cli.sources import load, read_texts
 
     texts = None if questions is not None else read_texts(text or [], model)
 

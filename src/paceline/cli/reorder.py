@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.errors import guarded
+from paceline.cli.output import guarded
 from paceline.cli.model_options import AsJson
 
 _CHECK_BELOW = 4 << 30  # bytes of weights, which take twice that in float32
@@ -45,7 +45,7 @@ def reorder(
     from paceline.checkpoint.folder import open_checkpoint
     from paceline.checkpoint.reorder import reorder as write
     from paceline.checkpoint.reorder import wanted_maps
-    from paceline.cli.models import folder_of, quiet
+    from paceline.cli.sources import folder_of, quiet
     from paceline.cli.progress import progress
     from paceline.plan import Plan
 

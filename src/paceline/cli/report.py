@@ -13,8 +13,8 @@ from urllib.parse import quote
 
 import typer
 
-from paceline.cli import trace_options as options
-from paceline.cli.errors import check_writable, guarded
+from paceline.cli import options
+from paceline.cli.output import check_writable, guarded
 from paceline.cli.model_options import AsJson
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli import model_options
-from paceline.cli.errors import guarded
+from paceline.cli.output import guarded
 from paceline.shipped import DEMO
 
 CONTROL = "paceline.engines.vllm.control.PolicyControl"

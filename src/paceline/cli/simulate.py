@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli import trace_options as options
-from paceline.cli.errors import guarded
+from paceline.cli import options
+from paceline.cli.output import guarded
 from paceline.cli.model_options import AsJson
 
 if TYPE_CHECKING:

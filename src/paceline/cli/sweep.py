@@ -11,7 +11,7 @@ import typer
 
 from paceline.cli import model_options
 from paceline.cli.decided import Devices, PlacementFile, decided, on_devices
-from paceline.cli.errors import check_writable, guarded
+from paceline.cli.output import check_writable, guarded
 
 
 @guarded
@@ -68,7 +68,7 @@ def sweep(
         check_writable(out / "sweep.json") if out.exists() else check_writable(out)
 
     from paceline.batches import Sampling
-    from paceline.cli.models import load, read_texts
+    from paceline.cli.sources import load, read_texts
     from paceline.cli.progress import progress
     from paceline.files import to_json, write_text
     from paceline.reporting.sweep_page import sweep_page

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.trace_options import batches_said
+from paceline.cli.options import batches_said
 
 if TYPE_CHECKING:
     from paceline.plan import Plan

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli import model_options
-from paceline.cli.errors import guarded
+from paceline.cli.output import guarded
 
 if TYPE_CHECKING:
     from paceline.plan import Plan
@@ -69,7 +69,7 @@ def calibrate(
     if trace is not None and devices is None:
         raise ValueError("--trace needs --devices, on which experts are to be placed.")
 
-    from paceline.cli.models import load, read_texts
+    from paceline.cli.sources import load, read_texts
 
     texts = read_texts(text or [], model)
     caps = _caps(policy or [])

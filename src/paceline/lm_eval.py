@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import typer
 
-from paceline.cli.errors import guarded
+from paceline.cli.output import guarded
 
 KNOWN = str(files("paceline.evaluation") / "paceline-hf.yaml")
 """Makes the harness's own command know the model type, where it is named among the tasks."""
