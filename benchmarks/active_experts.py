@@ -24,11 +24,11 @@ from typing import Any
 import active_rules as rules
 import torch
 from active_rules import Chosen, Rule, Step
+from paceline.cli.progress import progress
 from torch import Tensor
 
 from paceline import attach
 from paceline.batches import Batch
-from paceline.cli.progress import progress
 from paceline.demo.assets import domains, load_calibration, load_model, read_text
 from paceline.environment import environment
 from paceline.evaluation.perplexity import Losses, as_dict, change

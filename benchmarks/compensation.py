@@ -20,9 +20,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from paceline.cli.progress import progress
+
 from paceline import CapacityPolicy, attach
 from paceline.batches import Batch, separate
-from paceline.cli.progress import progress
 from paceline.demo.assets import load_model
 from paceline.demo.plan import DEVICES
 from paceline.demo.study import balance, drops, flat, held_out, run_policy

@@ -17,9 +17,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from paceline.cli.progress import progress
+
 from paceline import CapacityPolicy, attach
 from paceline.batches import Sampling, separate
-from paceline.cli.progress import progress
 from paceline.demo.assets import load_model
 from paceline.demo.plan import DEVICES
 from paceline.demo.study import drops, flat, held_out, run_policy

@@ -12,9 +12,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from paceline.cli.progress import Tell, progress
+
 from paceline.batches import Sampling
 from paceline.calibration.collect import calibrate
-from paceline.cli.progress import Tell, progress
 from paceline.demo.assets import domains, load_model, read_text
 from paceline.evaluation.run import Job, evaluate
 from paceline.evaluation.subject import Subject

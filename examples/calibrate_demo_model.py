@@ -14,12 +14,12 @@ from typing import Annotated
 
 import demo_corpus
 import typer
+from paceline.cli.progress import progress
 
 from paceline.batches import Sampling
 from paceline.calibration.collect import calibrate
-from paceline.cli.tune import PLAN
 from paceline.cli.sources import load
-from paceline.cli.progress import progress
+from paceline.cli.tune import PLAN
 from paceline.demo.plan import DEVICES
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from paceline.cli.progress import progress
 from torch import Tensor
 
 from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, attach, route
 from paceline.batches import Batch, separate
-from paceline.cli.progress import progress
 from paceline.demo.assets import load_calibration, load_model
 from paceline.demo.plan import DEVICES
 from paceline.demo.study import held_out

@@ -10,9 +10,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from paceline.cli.progress import progress
+
 from paceline import CapacityPolicy, attach
 from paceline.batches import separate
-from paceline.cli.progress import progress
 from paceline.demo.assets import load_model
 from paceline.demo.plan import DEVICES
 from paceline.demo.study import balance, drops, flat, held_out, run_policy

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from paceline.cli.progress import progress
 from torch import Tensor
 
 from paceline import (
@@ -31,7 +32,6 @@ from paceline import (
     route,
 )
 from paceline.batches import Sampling, make_batches
-from paceline.cli.progress import progress
 from paceline.demo.assets import domains, load_model, read_text
 from paceline.demo.study import balance, drops, flat, run_policy
 from paceline.environment import environment

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from paceline.cli.progress import progress
 from picture_model import QUESTIONS, answers, load
 from pictures import CATEGORIES, IGNORED, Conversations, clothes, conversations
 from torch import Tensor
@@ -29,7 +30,6 @@ from torch import Tensor
 from paceline import CapacityPolicy, attach
 from paceline.batches import Batch
 from paceline.calibration.collect import calibrate
-from paceline.cli.progress import progress
 from paceline.demo.study import balance, drops, flat
 from paceline.engines.sharing import SharedBudgetWarning
 from paceline.environment import environment

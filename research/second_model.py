@@ -23,13 +23,13 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from paceline.cli.progress import progress
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
 from paceline import CapacityPolicy, attach
 from paceline.batches import Sampling, cut, separate
 from paceline.calibration.collect import calibrate
-from paceline.cli.progress import progress
 from paceline.demo.assets import domains, load_model, read_text
 from paceline.demo.study import balance, drops, flat, run_policy
 from paceline.environment import environment

@@ -1,41 +1,45 @@
-"""`paceline lm-eval`: lm-evaluation-harness's own command line, which knows `paceline-hf`."""
+"""`python -m paceline.lm_eval`: lm-evaluation-harness's own command, which knows `paceline-hf`.
+
+The harness (0.4.13) looks for no models of other packages, so its own `lm_eval` learns of the model
+type from a file that is named among its tasks. `python -m paceline.lm_eval path` prints that file:
+
+    python -m paceline.lm_eval ls tasks
+    python -m paceline.lm_eval --model paceline-hf --tasks piqa \\
+      --model_args 'pretrained=./my-moe,devices=8,policy="capacity_factor=1,unit=expert"'
+    lm_eval --model paceline-hf --tasks "$(python -m paceline.lm_eval path),piqa" --model_args ...
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.resources import files
 from importlib.util import find_spec
 
-import typer
-
-from paceline.cli.output import guarded
-
 KNOWN = str(files("paceline.evaluation") / "paceline-hf.yaml")
-"""Makes the harness's own command know the model type, where it is named among the tasks."""
+"""File that makes the harness's own command know the model type, named among the tasks."""
 
 
-@guarded
-def lm_eval(context: typer.Context) -> None:
-    """Run lm-evaluation-harness itself, with its model type paceline-hf; every flag is its own.
+def main() -> None:
+    """Run the harness on this process's arguments; bad input is one sentence, exit code 2."""
+    if sys.argv[1:] == ["path"]:
+        print(KNOWN)
+        return
+    try:
+        if find_spec("lm_eval") is None:
+            raise ValueError("this needs lm-evaluation-harness: pip install 'paceline[eval]'")
+        from lm_eval.__main__ import cli_evaluate
 
-    The harness (0.4.13) looks for no models of other packages, so its own command has to be told:
-    name the file that `paceline lm-eval path` prints among its tasks. This verb is the same
-    command, and knows the model always.
+        import paceline.evaluation.harness  # noqa: F401  (registers the model)
 
-    \b
-    Examples:
-      paceline lm-eval ls tasks
-      paceline lm-eval --model paceline-hf --tasks piqa
-      --model_args 'pretrained=./my-moe,devices=8,policy="capacity_factor=1,unit=expert"'
-      lm_eval --model paceline-hf --tasks "$(paceline lm-eval path),piqa" --model_args ...
-    """
-    if context.args == ["path"]:
-        return typer.echo(KNOWN)
-    if find_spec("lm_eval") is None:
-        raise ValueError("this needs lm-evaluation-harness: pip install 'paceline[eval]'")
-    from lm_eval.__main__ import cli_evaluate
+        sys.argv[0] = "lm_eval"
+        cli_evaluate()
+    except (ValueError, OSError, ImportError) as error:
+        if os.environ.get("PACELINE_TRACEBACK"):
+            raise
+        print("paceline:", " ".join(str(error).split()), file=sys.stderr)
+        sys.exit(2)
 
-    import paceline.evaluation.harness  # noqa: F401  (registers the model)
 
-    sys.argv = ["lm_eval", *context.args]
-    cli_evaluate()
+if __name__ == "__main__":
+    main()

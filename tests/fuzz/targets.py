@@ -22,6 +22,7 @@ from typing import Any
 
 import made_up_server
 import torch
+from paceline.cli.report import _planned as planned_result
 from safetensors.torch import save
 
 import paceline
@@ -30,7 +31,6 @@ from paceline.analysis.model_config import expert_groups, hidden_layers, layer_s
 from paceline.analysis.planner import SCHEMA as PLANNER_SCHEMA
 from paceline.checkpoint.folder import open_checkpoint
 from paceline.cli.record import read_prompts
-from paceline.cli.report import _planned as planned_result
 from paceline.engines.transformers.config import load_policy
 from paceline.engines.vllm.control import PATH
 from paceline.plan import Plan

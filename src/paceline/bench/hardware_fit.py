@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from scipy.optimize import nnls
 
 from paceline.analysis.cost import device_seconds, padded_rows
-from paceline.analysis.hardware import Hardware
+from paceline.analysis.hardware import Hardware, save_hardware
+from paceline.bench import hardware as bench
 from paceline.bench.hardware import Timing
+from paceline.environment import environment
+from paceline.progress import Progress
 
 _GOOD = 0.15
 _SLOW = (0, 2, 4, 6, 8, 10, 12, 16, 24, 32, 64)
@@ -96,6 +101,66 @@ def fit(
     found = [_fit(timings, name, link, tile, slow) for tile in tiles for slow in _SLOW]
     hardware = min(found, key=lambda h: float(np.square(_errors(h, timings)).sum()))
     return Fit(hardware, tuple(_errors(hardware, timings)), tuple(_errors(hardware, held_out)))
+
+
+def fit_this_machine(
+    out: Path | None = None,
+    link: float | None = None,
+    rounds: int = 7,
+    threads: int = 1,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Time experts on this machine and fit the cost model's device to them.
+
+    Args:
+        out: file to write, read again by `hardware_of`.
+        link: bytes/s to other devices, which is not measured.
+        rounds: runs of every case; the fastest counts.
+        threads: of one device, on a CPU.
+        progress: called after every case.
+
+    Returns:
+        The device, and how good it is on sizes that took no part in the fit.
+    """
+    from paceline.bench.machine import keep_freed_memory
+
+    torch.set_num_threads(threads)
+    keep_freed_memory()
+    sizes = bench.FIT_SIZES + bench.HELD_OUT_SIZES
+    timings = bench.measure(sizes, rounds=rounds, progress=progress)
+    seen = [t for t in timings if (t.shape.hidden, t.shape.expert_size) in bench.FIT_SIZES]
+    unseen = [t for t in timings if t not in seen]
+    found = fit(seen, unseen, link=link)
+    cases = [
+        {
+            "hidden": timing.shape.hidden,
+            "expert_size": timing.shape.expert_size,
+            "rows": list(timing.rows),
+            "decode": bench.is_decode(timing),
+            "seconds": timing.seconds,
+            "error": error,
+        }
+        for timing, error in zip(unseen, found.held_out, strict=True)
+    ]
+    decode = [e for t, e in zip(unseen, found.held_out, strict=True) if bench.is_decode(t)]
+    several = len(bench.FIT_SIZES) > 2  # the sizes that remain have to be enough for a fit
+    others = left_out(seen) if several else []
+    more = {
+        "held_out": cases,
+        "held_out_within_15_percent": within(found.held_out),
+        "held_out_worst": max(map(abs, found.held_out)),
+        "decode_cases": len(decode),
+        "decode_within_15_percent": within(decode),
+        "each_size_left_out": len(others),
+        "each_size_left_out_within_15_percent": within(others),
+        "each_size_left_out_worst": max(map(abs, others), default=None),
+        "unrest": bench.unrest(timings),
+        "threads": threads,
+        **environment(),
+    }
+    if out is not None:
+        save_hardware(found.hardware, out, more)
+    return {"hardware": asdict(found.hardware), **more}
 
 
 def _errors(hardware: Hardware, timings: Sequence[Timing]) -> list[float]:

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli import model_options
+from paceline.cli import options
 from paceline.cli.output import guarded
 from paceline.shipped import DEMO
 
@@ -40,12 +40,12 @@ def serve(
     plan: Annotated[
         Path | None, typer.Option(help="File with policies and placements, TOML.")
     ] = None,
-    calibration: model_options.CalibrationFolder = None,
+    calibration: options.CalibrationFolder = None,
     record: Annotated[
         Path | None,
         typer.Option(help="Folder for a trace of what the layers choose, to be made."),
     ] = None,
-    record_content: model_options.Content = model_options.ContentName.counts,
+    record_content: options.Content = options.ContentName.counts,
     accept_shared_budget: Annotated[
         bool,
         typer.Option(

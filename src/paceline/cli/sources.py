@@ -1,23 +1,35 @@
-"""Load what the user names: a model folder, a hub name, or `demo`; and text files."""
+"""Load what the user names: models, texts, prompts, traces, and plans from options."""
 
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from paceline.files import MOST_TEXT, read_plain
 from paceline.shipped import DEMO, MODEL_FOLDER
 from paceline.text import shortened
 
+if TYPE_CHECKING:
+    from paceline.plan import Plan
+    from paceline.traces import Trace
+
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 DEMO_TEXT = "prose"
+DEVICES = 8
+"""Default number of devices."""
+
+
+# -- models ----------------------------------------------------------------------------------------
 
 
 def load(name: str, dtype: DType = "auto", trust_remote_code: bool = False) -> tuple[Any, Any]:
-    """A causal language model in evaluation mode, and its tokenizer.
+    """Load a causal language model in evaluation mode, and its tokenizer.
 
-    On CUDA if there is one. "auto" is the model's own dtype there and float32 on the CPU, where
-    half precision is slow. Weights come from safetensors only.
+    The model goes on CUDA where there is one. "auto" is the model's own dtype there and float32 on
+    a CPU, where half precision is slow. Weights come from safetensors only.
 
     Raises:
         ValueError: if there is no such model, or it can't be loaded.
@@ -34,11 +46,11 @@ def load(name: str, dtype: DType = "auto", trust_remote_code: bool = False) -> t
     _check_name(name)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    wanted = ("auto" if device == "cuda" else "float32") if dtype == "auto" else dtype
+    chosen = ("auto" if device == "cuda" else "float32") if dtype == "auto" else dtype
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=wanted, trust_remote_code=trust_remote_code, use_safetensors=True
+            name, dtype=chosen, trust_remote_code=trust_remote_code, use_safetensors=True
         )
     except Exception as error:  # what is raised for a broken folder differs with its fault
         if isinstance(error, MemoryError | KeyboardInterrupt):
@@ -48,7 +60,7 @@ def load(name: str, dtype: DType = "auto", trust_remote_code: bool = False) -> t
 
 
 def folder_of(name: str) -> Path:
-    """The folder of a model's files, fetched from the Hugging Face hub where it is a hub name.
+    """Return the folder of a model's files, fetched from the Hugging Face hub for a hub name.
 
     Raises:
         ValueError: if there is no such model.
@@ -72,37 +84,6 @@ def quiet() -> None:
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-
-
-def read_texts(paths: list[str], model: str) -> dict[str, str]:
-    """Name -> content of the text files; with the demo model also the names of its texts.
-
-    Raises:
-        ValueError: if none is named, or one is missing, empty or not text.
-    """
-    from paceline.demo.assets import domains, read_text
-    from paceline.files import MOST_TEXT, read_plain
-
-    if not paths:
-        if model != DEMO:
-            raise ValueError("give at least one --text FILE to run through the model")
-        paths = [DEMO_TEXT]
-    texts = {}
-    for path in paths:
-        if model == DEMO and path in domains() and not Path(path).exists():
-            texts[path] = read_text(path)
-            continue
-        try:
-            texts[path] = read_plain(Path(path), MOST_TEXT, pipes=True).decode("utf-8")
-        except UnicodeDecodeError:
-            raise ValueError(f"--text {path} is not UTF-8 text") from None
-        except OSError as error:
-            raise ValueError(f"--text {path} can't be read: {error.strerror}") from None
-        except ValueError as error:
-            raise ValueError(f"--text {path} can't be read: {error}") from None
-        if not texts[path].strip():
-            raise ValueError(f"--text {path} is empty")
-    return texts
 
 
 def _check_name(name: str) -> None:
@@ -135,3 +116,143 @@ def _reason(name: str, error: Exception) -> str:
     if "trust_remote_code" in text:
         return "it needs code of its own, which runs only with --trust-remote-code"
     return shortened(text, 300)
+
+
+# -- texts -----------------------------------------------------------------------------------------
+
+
+def read_texts(paths: list[str], model: str) -> dict[str, str]:
+    """Read text files by name; the demo model's own texts go by their names.
+
+    Raises:
+        ValueError: if none is named, or one is missing, empty or not text.
+    """
+    from paceline.demo.assets import domains, read_text
+
+    if not paths:
+        if model != DEMO:
+            raise ValueError("give at least one --text FILE to run through the model")
+        paths = [DEMO_TEXT]
+    texts = {}
+    for path in paths:
+        if model == DEMO and path in domains() and not Path(path).exists():
+            texts[path] = read_text(path)
+            continue
+        texts[path] = _read_utf8("--text", Path(path))
+        if not texts[path].strip():
+            raise ValueError(f"--text {path} is empty")
+    return texts
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Read the prompts of a file: lines, or JSON lines with a "prompt" or "text".
+
+    Raises:
+        ValueError: if the file can't be read, or holds none.
+    """
+    lines = _read_utf8("--prompts", path).splitlines()
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line) if line.lstrip().startswith("{") else line
+        except (ValueError, RecursionError):
+            row = line  # a prompt may begin with a brace
+        if isinstance(row, dict):
+            row = row.get("prompt", row.get("text"))
+        if not isinstance(row, str) or not row:
+            raise ValueError(f'--prompts {path}, line {number}: it has no "prompt" or "text".')
+        found.append(row)
+    if not found:
+        raise ValueError(f"--prompts {path} is empty.")
+    return found
+
+
+def _read_utf8(option: str, path: Path) -> str:
+    try:
+        return read_plain(path, MOST_TEXT, pipes=True).decode("utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{option} {path} is not UTF-8 text.") from None
+    except OSError as error:
+        raise ValueError(f"{option} {path} can't be read: {error.strerror}.") from None
+    except ValueError as error:
+        raise ValueError(f"{option} {path} can't be read: {error}.") from None
+
+
+# -- traces ----------------------------------------------------------------------------------------
+
+
+def read_trace(
+    name: str,
+    *,
+    experts: int | None = None,
+    k: int | None = None,
+    layers: int | None = None,
+    model_config: Path | None = None,
+    world_size: int | None = None,
+    physical: bool = False,
+) -> Trace:
+    """Read the trace that a user names.
+
+    Raises:
+        ValueError: if there is no such trace, or its file needs one of the options.
+    """
+    from paceline.traces import Asked, open_trace
+
+    asked = Asked(experts, k, layers, world_size, physical)
+    return open_trace(name, asked if model_config is None else asked.with_config(model_config))
+
+
+# -- plans -----------------------------------------------------------------------------------------
+
+
+def plan_from_options(devices: int | None, placement: Path | None, plan: Path | None) -> Plan:
+    """Return one plan from --devices, --placement and --plan.
+
+    Raises:
+        ValueError: if two options contradict each other, or a file can't be read.
+    """
+    from paceline.plan import Plan
+
+    if placement is not None and (devices is not None or plan is not None):
+        other = "--devices" if devices is not None else "--plan"
+        raise ValueError(f"--placement and {other} both place the experts: give one of them.")
+    if placement is not None:
+        return placements_of(placement)
+    found = Plan() if plan is None else Plan.load(plan)
+    if devices is None:
+        return found
+    if found.placements:
+        raise ValueError(f"--devices and {plan} both place the experts: give one of them.")
+    if devices < 1:
+        raise ValueError(f"--devices must be at least 1, got {devices}.")
+    return replace(found, placements=(devices,))
+
+
+def placements_of(path: Path) -> Plan:
+    """Load a plan file and keep its placements alone.
+
+    Raises:
+        ValueError: if it can't be read, or holds no placement.
+    """
+    from paceline.plan import Plan
+    from paceline.plan_fields import PlanError
+
+    found = Plan.load(path)
+    if not found.placements:
+        raise PlanError(f"{path} names no placement: allowed is placement or placements.")
+    return replace(found, policies=())
+
+
+def with_devices(plan: Plan, devices: int = DEVICES) -> Plan:
+    """Return a plan that places experts: on devices in order, unless it does so already."""
+    return plan if plan.placements else replace(plan, placements=(devices,))
+
+
+def plan_files(placement: Path | None, plan: Path | None) -> dict[str, str | None]:
+    """Return the files that a plan came from, for results."""
+    return {
+        "placement_file": None if placement is None else str(placement),
+        "plan_file": None if plan is None else str(plan),
+    }
