@@ -7,6 +7,7 @@ training text; judged on the second half of each held-out text. It is checked th
 with the attached model, token by token through its cache, gives the same losses.
 
     python benchmarks/active_experts.py --json benchmarks/results/active_experts.json
+    python benchmarks/active_experts.py --json benchmarks/results/active_experts.json --ship
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,11 +30,12 @@ from paceline import attach
 from paceline.batches import Batch
 from paceline.cli.progress import progress
 from paceline.demo.assets import domains, load_calibration, load_model, read_text
-from paceline.environment import environment
 from paceline.evaluation.perplexity import Losses, as_dict, change
 from paceline.files import to_json, write_text
+from paceline.shipped import DECODE_FILE
 from paceline.stand_ins.compensation import Compensation
 from paceline.stand_ins.file import Calibration
+from paceline.system_info import system_info
 
 DEVICES = 8
 
@@ -293,9 +295,45 @@ def real_decode(model: Any, found: Calibration, batch: Batch, prompt: int, polic
     return total
 
 
+def shipped(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Select what the demo page shows: max_active on batches of one domain."""
+    rows = [
+        row
+        for row in data["results"]
+        if row["family"] in ("max_active", "max_active, placed")
+        and row["kind"] == "one domain"
+        and isinstance(row["most"], int)
+    ]
+    changes = [row["perplexity_change"] for row in rows]
+    return {
+        **{key: data[key] for key in ("model", "devices", "rank", "prompt", "decoded")},
+        "sequences_a_text": data["sequences_a_text"],
+        "texts": len(changes[0]["by_domain"]),
+        "experts_a_device": 4,
+        "points": [
+            {
+                "batch": row["batch"],
+                "max_active": row["most"],
+                "stand_ins": row["stand_ins"],
+                "placed": row["family"] != "max_active",
+                "read_before": row["most_active_before"],
+                "read": row["most_active_after"],
+                "change": change["mean"],
+                "standard_error": change["standard_error"],
+            }
+            for row, change in zip(rows, changes, strict=True)
+        ],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument(
+        "--ship",
+        action="store_true",
+        help="measure nothing: write the demo page's decode.json from the results",
+    )
     parser.add_argument("--sequences", type=int, default=16, help="of each text")
     parser.add_argument("--length", type=int, default=64, help="tokens decoded a sequence")
     parser.add_argument("--prompt", type=int, default=32, help="tokens before them, left alone")
@@ -303,6 +341,10 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", help="only these, such as max_active or OEA")
     parser.add_argument("--calibration", type=Path, help="another than that of the package")
     given = parser.parse_args()
+    if given.ship:
+        measured = json.loads(given.json.read_text(encoding="utf-8"))
+        write_text(DECODE_FILE, to_json(shipped(measured)), private=False)
+        return
     torch.set_num_threads(1)
     model, tokenizer = load_model()
     found = load_calibration() if given.calibration is None else Calibration.load(given.calibration)
@@ -322,7 +364,7 @@ def main() -> None:
             "explained_held_out": [layer.explained for layer in found.layers],
             "checked": [],
             "results": [],
-            **environment(),
+            **system_info(),
         }
         for batch in given.batches:
             policy = f"max_active={GOAL[batch]},compensate=true"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import runpy
 import sys
@@ -106,11 +107,11 @@ def test_xshare_keeps_first_choices_and_then_the_most_score(step: Any, most: int
 
 
 def test_the_demo_shows_what_was_measured() -> None:
-    shipped, made = shipped_decode(), benchmark("active_picture.py")
+    shipped, made = shipped_decode(), benchmark("active_experts.py")
     assert shipped is not None
-    measured = made["RESULTS"].read_text(encoding="utf-8")
-    assert shipped == made["shipped"](made["json"].loads(measured)), (
-        "run python benchmarks/active_picture.py --ship"
+    measured = (ROOT / "benchmarks" / "results" / "active_experts.json").read_text("utf-8")
+    assert shipped == made["shipped"](json.loads(measured)), (
+        "run python benchmarks/active_experts.py --ship"
     )
     figure = decode_figure(shipped)
     batches = {point["batch"] for point in shipped["points"]}

@@ -23,10 +23,10 @@ from paceline.analysis.cap_study import GAMMAS, cap_study
 from paceline.analysis.cap_words import way_of
 from paceline.analysis.traffic import picked
 from paceline.cli.app import app
-from paceline.environment import environment
 from paceline.plan import Plan
 from paceline.reporting.trace_figures import plotly_figures, trace_figures, write_figures
 from paceline.reporting.trace_page import report_page
+from paceline.system_info import system_info
 from paceline.traces import sample, save_trace
 from paceline.traces.simulate import simulate
 
@@ -50,7 +50,7 @@ def law() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def page(law: dict[str, Any]) -> str:
-    return report_page(law | environment())
+    return report_page(law | system_info())
 
 
 def raw_loads(name: str, batches: range, tokens: int) -> np.ndarray:
@@ -371,7 +371,7 @@ def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
 
 def test_names_of_users_are_escaped(law: dict[str, Any], tmp_path: Path) -> None:
     evil = "</script><script>alert(1)</script>"
-    changed = law | environment() | {"model": evil, "layers": [evil] * 6, "notes": [evil]}
+    changed = law | system_info() | {"model": evil, "layers": [evil] * 6, "notes": [evil]}
     assert "<script>alert" not in report_page(changed)
 
 
@@ -465,8 +465,8 @@ def test_decode_shows_what_max_active_does(law: dict[str, Any]) -> None:
         for name in ("most_active_experts", "dropped_share", "gate_mass_lost", "lost_tokens"):
             assert way[name] == wanted[name]
     page = report_page(
-        found | {"planned": None, "created": "", "command": "", "seconds": None} | environment()
+        found | {"planned": None, "created": "", "command": "", "seconds": None} | system_info()
     )
     assert page.count("<td>placed</td>") >= 3
     assert 'id="active"' in page
-    assert 'id="active"' not in report_page(law | environment())
+    assert 'id="active"' not in report_page(law | system_info())

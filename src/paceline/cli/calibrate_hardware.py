@@ -92,7 +92,7 @@ def _measured(out: Path | None, link: float | None, rounds: int, threads: int) -
     from paceline.bench.hardware_fit import fit, left_out, within
     from paceline.bench.machine import keep_freed_memory
     from paceline.cli.progress import progress
-    from paceline.environment import environment
+    from paceline.system_info import system_info
 
     torch.set_num_threads(threads)
     keep_freed_memory()
@@ -127,7 +127,7 @@ def _measured(out: Path | None, link: float | None, rounds: int, threads: int) -
         "each_size_left_out_worst": max(map(abs, others), default=None),
         "unrest": bench.unrest(timings),
         "threads": threads,
-        **environment(),
+        **system_info(),
     }
     if out is not None:
         save_hardware(found.hardware, out, more)

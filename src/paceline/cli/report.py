@@ -81,9 +81,9 @@ def report(
     from paceline.analysis.cap_study import cap_study
     from paceline.analysis.planner import make_plan
     from paceline.cli.progress import progress
-    from paceline.environment import environment
     from paceline.evaluation.sweep_file import read_sweep
     from paceline.plan import Plan
+    from paceline.system_info import system_info
 
     if out is None and figures is None and not json:
         raise ValueError("there is nothing to write: say --out page.html, --figures or --json.")
@@ -126,7 +126,7 @@ def report(
         **_linked(plan or (planned or {}).get("plan"), out),
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["paceline", *sys.argv[1:]]),
-        **environment(),
+        **system_info(),
         "seconds": None,
     }
     if out is not None:

@@ -42,7 +42,7 @@ def shipped_sweep() -> dict[str, Any] | None:
 def shipped_decode() -> dict[str, Any] | None:
     """What reading fewer experts costs the embedded model in decode; None where it is missing.
 
-    Made by benchmarks/active_experts.py and then `benchmarks/active_picture.py --ship`.
+    Made by `benchmarks/active_experts.py --ship`.
     """
     if not DECODE_FILE.is_file():
         return None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.reporting.style import PAGE
-from paceline.wording import percent, signed_percent, times
+from paceline.text import percent, signed_percent, times
 
 
 def render(template: str, figures: Mapping[str, Any], **values: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.wording import percent, times
+from paceline.text import percent, times
 
 SMALLEST = 1e-6
 """Factors below this are written as 0: one assignment a unit, whatever the batch."""

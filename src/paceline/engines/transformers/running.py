@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from paceline.engines.rules import LayerRule
 from paceline.engines.sharing import shares_budget, warn_of_shared_cache, warn_of_sharing
 from paceline.engines.transformers.arguments import cache_of, parameter_names
 from paceline.engines.transformers.context import ForwardContext
@@ -24,7 +25,6 @@ from paceline.engines.transformers.generation import Generation, GenerationWatch
 from paceline.engines.transformers.labels import UserLabels
 from paceline.engines.transformers.modality import MODALITY_OF_TYPE
 from paceline.engines.transformers.nested import arguments_inside
-from paceline.engines.transformers.rules import LayerRule
 from paceline.facts import NO_FACTS, Facts
 from paceline.routing import Assignment, RoutingInputs
 
