@@ -1,7 +1,7 @@
 """Tables of what the demo measured, from its results: `python docs/demo_table.py --write`.
 
-README shows some policies on batches of one domain, docs/quality.md all of them. Without --write the
-tables are printed. `paceline demo` writes results.json; the committed one is
+README shows some policies on batches of one domain, docs/quality.md all of them. Without --write
+the tables are printed. `paceline demo` writes results.json; the committed one is
 benchmarks/results/demo.json.
 """
 
