@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from paceline import CapacityPolicy, ExpertPlacement, attach
-from paceline.engines.transformers import layer as attached_layer
+from paceline.engines.transformers.layers import layer as attached_layer
 from paceline.plan import Plan
 from paceline.routing.active import rows_spared
 

@@ -124,7 +124,7 @@ def bench_layer(
         count = placement.num_devices
         loads = [load] if shares_batch else _split(load, count)
         if real:
-            from paceline.engines.transformers.expert_parallel import keep_experts
+            from paceline.engines.transformers.expert_parallel.implementation import keep_experts
 
             keep_experts(experts, placement.experts_of(rank))
             loads = [loads[0 if shares_batch else rank]]

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from paceline.engines.rules import ALL_MODALITIES
-from paceline.engines.transformers.arguments import parameter_names
-from paceline.engines.transformers.forwards import free, stands_in
-from paceline.engines.transformers.labels import UserLabels
-from paceline.engines.transformers.modality import modality_tokens
+from paceline.engines.transformers.patching import free, stands_in
+from paceline.engines.transformers.tokens.arguments import parameter_names
+from paceline.engines.transformers.tokens.labels import UserLabels
+from paceline.engines.transformers.tokens.modality import modality_tokens
 
 
 def check_model(model: Any) -> None:

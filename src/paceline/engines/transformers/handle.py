@@ -15,9 +15,9 @@ from torch import nn
 from paceline.engines.rules import check_policy
 from paceline.engines.transformers.checks import known_modalities
 from paceline.engines.transformers.config import load_policy
-from paceline.engines.transformers.context import ForwardContext
-from paceline.engines.transformers.layer import AttachedLayer, ReplacedExperts
-from paceline.engines.transformers.running import Running, Watcher
+from paceline.engines.transformers.layers.layer import AttachedLayer, ReplacedExperts
+from paceline.engines.transformers.state import Running, Watcher
+from paceline.engines.transformers.tokens.context import ForwardContext
 from paceline.facts import NO_FACTS, Facts
 from paceline.numbers import check_count
 from paceline.placement import ExpertPlacement

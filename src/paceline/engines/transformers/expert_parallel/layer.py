@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from paceline.engines.rules import LayerRule, layer_rule
-from paceline.engines.transformers.expert_parallel import ExpertParallel
-from paceline.engines.transformers.expert_parallel_routing import decide, decides
-from paceline.engines.transformers.labels import UserLabels
-from paceline.engines.transformers.layer import AttachedLayer, Leave, ReplacedExperts
-from paceline.engines.transformers.modules import (
+from paceline.engines.transformers.expert_parallel.implementation import ExpertParallel
+from paceline.engines.transformers.expert_parallel.routing import decide, decides
+from paceline.engines.transformers.layers.layer import AttachedLayer, Leave, ReplacedExperts
+from paceline.engines.transformers.layers.modules import (
     EXPERT_PARALLEL,
     LayerModules,
     spread_over_ranks,
 )
-from paceline.engines.transformers.probe import Probe
-from paceline.engines.transformers.running import Running
+from paceline.engines.transformers.layers.probe import Probe
+from paceline.engines.transformers.state import Running
+from paceline.engines.transformers.tokens.labels import UserLabels
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import Assignment, RoutingInputs

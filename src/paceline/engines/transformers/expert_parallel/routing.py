@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.engines.rules import load_per_rank
-from paceline.engines.transformers.expert_parallel import ExpertParallel
+from paceline.engines.transformers.expert_parallel.implementation import ExpertParallel
 from paceline.keeps import registered_keeps
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.engines.scoring import RULES, find_rule
-from paceline.engines.transformers.modules import LayerModules
-from paceline.engines.transformers.probe import Probe, logits_of, probe
+from paceline.engines.transformers.layers.modules import LayerModules
+from paceline.engines.transformers.layers.probe import Probe, logits_of, probe
 
 
 @dataclass(frozen=True, eq=False)

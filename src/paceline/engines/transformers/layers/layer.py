@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from paceline.engines.rules import ALL_MODALITIES, LayerRule, LayerTraits, layer_rule
-from paceline.engines.transformers.context import ForwardContext
-from paceline.engines.transformers.execution import Execution
-from paceline.engines.transformers.forwards import StandIn, argument_names, bind, stand_in
-from paceline.engines.transformers.modules import LayerModules
-from paceline.engines.transformers.probe import Probe
-from paceline.engines.transformers.router_watch import RouterWatch
-from paceline.engines.transformers.running import Running
-from paceline.engines.transformers.scores import Scoring, find_scoring
+from paceline.engines.transformers.layers.experts import Execution
+from paceline.engines.transformers.layers.modules import LayerModules
+from paceline.engines.transformers.layers.probe import Probe
+from paceline.engines.transformers.layers.router import Scoring, find_scoring
+from paceline.engines.transformers.layers.router_watch import RouterWatch
+from paceline.engines.transformers.patching import StandIn, argument_names, bind, stand_in
+from paceline.engines.transformers.state import Running
+from paceline.engines.transformers.tokens.context import ForwardContext
 from paceline.facts import Facts
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
