@@ -64,7 +64,7 @@ test-vllm:  ## the plugin inside vLLM, in an environment of its own; VLLM_TESTS=
 	@log=$$(mktemp); \
 	if $(MAKE) --no-print-directory $(VLLM_VENV)/.ready > $$log 2>&1; then \
 	  rm $$log; \
-	  HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm $(VLLM_TESTS); \
+	  HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/engines/vllm $(VLLM_TESTS); \
 	elif grep -q 'No matching distribution found for vllm' $$log; then \
 	  rm $$log; echo "Tests inside vLLM are skipped: $(VLLM) has no build for this platform and Python."; \
 	else \

@@ -24,18 +24,18 @@ from typing import Any
 import active_rules as rules
 import torch
 from active_rules import Chosen, Rule, Step
-from paceline.cli.progress import progress
 from torch import Tensor
 
 from paceline import attach
 from paceline.batches import Batch
+from paceline.cli.output import progress
 from paceline.demo.assets import domains, load_calibration, load_model, read_text
-from paceline.environment import environment
 from paceline.evaluation.perplexity import Losses, as_dict, change
 from paceline.files import to_json, write_text
 from paceline.shipped import DECODE_FILE
 from paceline.stand_ins.compensation import Compensation
 from paceline.stand_ins.file import Calibration
+from paceline.system_info import system_info
 
 DEVICES = 8
 
@@ -364,7 +364,7 @@ def main() -> None:
             "explained_held_out": [layer.explained for layer in found.layers],
             "checked": [],
             "results": [],
-            **environment(),
+            **system_info(),
         }
         for batch in given.batches:
             policy = f"max_active={GOAL[batch]},compensate=true"

@@ -30,10 +30,10 @@ from paceline.bench.machine import prepare_machine
 from paceline.bench.spread import ratios, shuffled, spread
 from paceline.bench.workload import SHAPES
 from paceline.demo.assets import domains, load_calibration, load_model, read_text
-from paceline.environment import environment
 from paceline.evaluation.perplexity import Losses, as_dict, change
 from paceline.files import to_json, write_text
 from paceline.stand_ins.file import Calibration
+from paceline.system_info import system_info
 
 SHARES = (1, 2 / 3, 1 / 2)
 """Of the experts that a step reads without a cap; 1 is a cap that hardly ever binds."""
@@ -51,7 +51,7 @@ def main() -> None:
     given = parser.parse_args()
     warnings.simplefilter("ignore")  # all sequences are our own
     data: dict[str, Any] = {"schema": "paceline-active-models/1", "rows": []}
-    data |= {"process": prepare_machine(), **environment()}
+    data |= {"process": prepare_machine(), **system_info()}
 
     def keep(rows: list[dict[str, Any]]) -> None:
         data["rows"] += rows

@@ -46,8 +46,8 @@ from paceline.bench.machine import prepare_machine
 from paceline.bench.spread import shuffled
 from paceline.bench.workload import SHAPES, Shape
 from paceline.engines.transformers.expert_parallel import place_experts
-from paceline.environment import environment
 from paceline.files import to_json, write_text
+from paceline.system_info import system_info
 
 STEPS = 4
 """In a row, of which the mean is taken where small differences matter."""
@@ -68,7 +68,7 @@ def main() -> None:
         dist.init_process_group("gloo")
     data: Row = {"schema": "paceline-active-time/2", "ranks": ranks, "rows": []}
     data |= {"rounds": given.rounds, "dtype": given.dtype}
-    data |= {"process": prepare_machine(rank, ranks), **environment()}
+    data |= {"process": prepare_machine(rank, ranks), **system_info()}
     dtype = getattr(torch, given.dtype)
     for name in given.shapes:
         for part, measure in _parts(ranks).items():

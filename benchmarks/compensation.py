@@ -20,18 +20,17 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.progress import progress
-
 from paceline import CapacityPolicy, attach
 from paceline.batches import Batch, separate
+from paceline.cli.output import progress
 from paceline.demo.assets import load_model
 from paceline.demo.plan import DEVICES
 from paceline.demo.study import balance, drops, flat, held_out, run_policy
-from paceline.environment import environment
 from paceline.evaluation.perplexity import Losses, as_dict, change
 from paceline.files import to_json, write_text
 from paceline.shipped import CALIBRATION_FOLDER
 from paceline.stand_ins.file import Calibration
+from paceline.system_info import system_info
 
 WAYS = ("", ",compensate=true", ",compensate=true,keep=contribution")
 CAPS = (
@@ -81,7 +80,7 @@ def main() -> None:
             }
             for row, (policy, placed) in enumerate(ROWS)
         ],
-        **environment(),
+        **system_info(),
     }
     write_text(given.out, to_json(data), private=False)
 

@@ -26,12 +26,12 @@ from paceline import attach
 from paceline.bench.spread import ratios, shuffled
 from paceline.calibration.layer_fit import RIDGE_EXPERTS, fit_layer
 from paceline.calibration.rows import Rows, Seen
-from paceline.environment import environment
 from paceline.files import to_json, write_text
 from paceline.stand_ins.compensation import Compensation
 from paceline.stand_ins.file import Calibration
 from paceline.stand_ins.identity import LayerIdentity
 from paceline.stand_ins.layer import LayerCalibration
+from paceline.system_info import system_info
 
 HIDDEN, WIDTH, EXPERTS, K, RANK, DEVICES = 2048, 1024, 64, 8, 16, 8
 POLICY = "capacity_factor=0.87,min_expert_load=0"
@@ -168,7 +168,7 @@ def main() -> None:
         data["layer"] = time_layer(given.tokens, given.rounds)
         print(to_json(data["layer"]), flush=True)
     if given.out is not None:
-        write_text(given.out, to_json({**data, **environment()}), private=False)
+        write_text(given.out, to_json({**data, **system_info()}), private=False)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ from torch import Tensor
 
 from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, route
 from paceline.engines.vllm.device import DeviceCap
-from paceline.environment import environment
 from paceline.routing.selection import using_backend
+from paceline.system_info import system_info
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICES = 8
@@ -330,7 +330,7 @@ def main() -> None:
     elif not torch.cuda.is_available():
         sys.exit("benchmarks/gpu_check.py needs a CUDA device; --dry-run exercises it on a CPU.")
     bench, begin = Bench(args.dry_run), time.perf_counter()
-    document: dict[str, Any] = {"environment": environment(), "dry_run": args.dry_run}
+    document: dict[str, Any] = {"environment": system_info(), "dry_run": args.dry_run}
     document["environment"]["gpu"] = None if args.dry_run else torch.cuda.get_device_name()
     layers, tokens, routers = dict(LAYERS), TOKENS, ROUTERS
     if args.dry_run:

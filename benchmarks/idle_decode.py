@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from paceline import attach
 from paceline.bench.machine import keep_freed_memory
 from paceline.bench.spread import spread
-from paceline.environment import environment
 from paceline.shipped import MODEL_FOLDER
+from paceline.system_info import system_info
 
 RESULTS = Path(__file__).parent / "results" / "idle_decode.json"
 ATTACHED = {"observed": None, "idle cap": "capacity_factor=1.25"}
@@ -52,7 +52,7 @@ def main() -> None:
         "parameters": model.num_parameters(),
         "batch": options.batch,
         "threads": 1,
-        **environment(),
+        **system_info(),
     }
     for name, run in {"decode step": step, "generate": generate}.items():
         rounds = options.rounds

@@ -17,20 +17,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.progress import progress
-
 from paceline import CapacityPolicy, attach
 from paceline.batches import Sampling, separate
+from paceline.cli.output import progress
 from paceline.demo.assets import load_model
 from paceline.demo.plan import DEVICES
 from paceline.demo.study import drops, flat, held_out, run_policy
-from paceline.environment import environment
 from paceline.evaluation.perplexity import as_dict, change
 from paceline.evaluation.sensitivity import measure_layers
 from paceline.files import to_json, write_text
 from paceline.plan import Plan
 from paceline.shipped import CALIBRATION_FOLDER
 from paceline.stand_ins.file import Calibration
+from paceline.system_info import system_info
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from calibrate_demo_model import training_texts
@@ -69,7 +68,7 @@ def main() -> None:
         "chosen_on_tokens": sampling.tokens,
         "judged_tokens": sum(batch.ids.numel() for batch in batches),
         "settings": [],
-        **environment(),
+        **system_info(),
     }
     for placed, compensate in SETTINGS:
         placements = calibration.plan().placements if placed else (DEVICES,)

@@ -34,8 +34,8 @@ from torch import Tensor
 
 from paceline import Assignment, CapacityPolicy, ExpertPlacement, RoutingInputs, route
 from paceline.bench.spread import ratios, spread
-from paceline.environment import environment
 from paceline.routing.selection import BACKENDS, using_backend
+from paceline.system_info import system_info
 
 SHAPES = [(512, 8, 2), (4096, 64, 8), (16384, 64, 8), (4096, 256, 8), (65536, 128, 8)]
 RESULTS = Path(__file__).parent / "results" / "router.json"
@@ -361,7 +361,7 @@ def main() -> None:
         return
     shapes = [tuple(map(int, text.split(","))) for text in args.shapes or []] or SHAPES
     document = {
-        "environment": environment(),
+        "environment": system_info(),
         "threads": 1,
         "clock": args.clock,
         "capacity_factor": 1.0,

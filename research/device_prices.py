@@ -18,20 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from paceline.cli.progress import progress
 from torch import Tensor
 
 from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, attach, route
 from paceline.batches import Batch, separate
+from paceline.cli.output import progress
 from paceline.demo.assets import load_calibration, load_model
 from paceline.demo.plan import DEVICES
 from paceline.demo.study import held_out
-from paceline.environment import environment
 from paceline.evaluation.perplexity import Losses, as_dict, batch_losses, change
 from paceline.facts import Facts
 from paceline.files import to_json, write_text
 from paceline.stand_ins.compensation import Compensation
 from paceline.stand_ins.layer import LayerCalibration
+from paceline.system_info import system_info
 
 STEPS, FIRST = 200, 0.02  # of the search for prices; the first step, a share of the scores' mean
 
@@ -201,7 +201,7 @@ def main() -> None:
         "judged_tokens": sum(batch.ids.numel() for batch in judged),
         "tokens_a_batch": judged[0].ids.numel(),
         "rows": rows,
-        **environment(),
+        **system_info(),
     }
     write_text(given.out, to_json(data), private=False)
 

@@ -10,16 +10,15 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from paceline.cli.progress import progress
-
 from paceline import CapacityPolicy, attach
 from paceline.batches import separate
+from paceline.cli.output import progress
 from paceline.demo.assets import load_model
 from paceline.demo.plan import DEVICES
 from paceline.demo.study import balance, drops, flat, held_out, run_policy
-from paceline.environment import environment
 from paceline.evaluation.perplexity import as_dict, change
 from paceline.files import to_json, write_text
+from paceline.system_info import system_info
 
 POLICIES = (
     # extras without a drop: what a further expert does by itself
@@ -76,7 +75,7 @@ def main() -> None:
         "devices": DEVICES,
         "judged_tokens": sum(batch.ids.numel() for batch in batches),
         "results": rows,
-        **environment(),
+        **system_info(),
     }
     write_text(given.out, to_json(data), private=False)
 

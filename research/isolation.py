@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from paceline.cli.progress import progress
 from torch import Tensor
 
 from paceline import (
@@ -32,12 +31,13 @@ from paceline import (
     route,
 )
 from paceline.batches import Sampling, make_batches
+from paceline.cli.output import progress
 from paceline.demo.assets import domains, load_model, read_text
 from paceline.demo.study import balance, drops, flat, run_policy
-from paceline.environment import environment
 from paceline.evaluation.perplexity import as_dict, change
 from paceline.facts import Facts
 from paceline.files import to_json, write_text
+from paceline.system_info import system_info
 
 RESULTS = Path(__file__).parent / "results"
 DEVICES = 8
@@ -55,7 +55,7 @@ def main() -> None:
     found = run(options.lengths, options.batches)
     data = {"program": "research/isolation.py", "part": options.part, "model": "demo", **found}
     path = RESULTS / f"isolation_{options.part}.json"
-    write_text(path, to_json({**data, **environment()}), private=False)
+    write_text(path, to_json({**data, **system_info()}), private=False)
 
 
 # -- the middle way --------------------------------------------------------------------------------

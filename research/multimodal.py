@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from paceline.cli.progress import progress
 from picture_model import QUESTIONS, answers, load
 from pictures import CATEGORIES, IGNORED, Conversations, clothes, conversations
 from torch import Tensor
@@ -30,10 +29,11 @@ from torch import Tensor
 from paceline import CapacityPolicy, attach
 from paceline.batches import Batch
 from paceline.calibration.collect import calibrate
+from paceline.cli.output import progress
 from paceline.demo.study import balance, drops, flat
 from paceline.engines.sharing import SharedBudgetWarning
-from paceline.environment import environment
 from paceline.files import to_json, write_text
+from paceline.system_info import system_info
 
 Floats = NDArray[np.float64]
 GROUPS = {
@@ -231,7 +231,7 @@ def study(given: argparse.Namespace, tell: Callable[[int, int, str], None]) -> d
         "best_guess": best_guess(batches),
         "base": summary("no cap", base, base),
         "results": results,
-        **environment(),
+        **system_info(),
     }
 
 

@@ -29,9 +29,9 @@ from paceline.bench.random_model import random_model
 from paceline.bench.spread import ratios, shuffled, spread
 from paceline.demo.assets import domains, load_model, read_text
 from paceline.engines.transformers.expert_parallel import place_experts
-from paceline.environment import environment
 from paceline.facts import Facts
 from paceline.files import to_json, write_text
+from paceline.system_info import system_info
 
 RESULTS = Path(__file__).parent / "results"
 CAPS: dict[str, CapacityPolicy | None] = {
@@ -64,7 +64,7 @@ def main() -> None:
         ranks = options.ranks
         data = {"program": "research/repeated_tokens.py", "ranks": ranks, **found}
         path = options.out or RESULTS / f"repeated_tokens_{ranks}.json"
-        write_text(path, to_json({**data, **environment()}), private=False)
+        write_text(path, to_json({**data, **system_info()}), private=False)
     dist.destroy_process_group()
 
 

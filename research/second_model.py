@@ -23,18 +23,18 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from paceline.cli.progress import progress
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
 from paceline import CapacityPolicy, attach
 from paceline.batches import Sampling, cut, separate
 from paceline.calibration.collect import calibrate
+from paceline.cli.output import progress
 from paceline.demo.assets import domains, load_model, read_text
 from paceline.demo.study import balance, drops, flat, run_policy
-from paceline.environment import environment
 from paceline.evaluation.perplexity import as_dict, change
 from paceline.files import to_json, write_text
+from paceline.system_info import system_info
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from calibrate_demo_model import training_texts
@@ -184,7 +184,7 @@ def judge(
         "without_a_cap": loads,
         "explained_of_texts_left_out": [layer.explained for layer in found.layers],
         "results": rows,
-        **environment(),
+        **system_info(),
     }
     write_text(out, to_json(data), private=False)
 

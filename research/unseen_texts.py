@@ -17,17 +17,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.progress import progress
-
 from paceline import CapacityPolicy, attach
 from paceline.batches import Batch, Sampling, separate
 from paceline.calibration.collect import calibrate
+from paceline.cli.output import progress
 from paceline.demo.assets import load_model
 from paceline.demo.plan import DEVICES
 from paceline.demo.study import PolicyRun, held_out, run_policy
-from paceline.environment import environment
 from paceline.evaluation.perplexity import Losses, as_dict, change
 from paceline.files import to_json, write_text
+from paceline.system_info import system_info
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from calibrate_demo_model import training_texts
@@ -74,7 +73,7 @@ def main() -> None:
         "calibration_tokens_of_a_text": given.tokens,
         "judged_tokens": sum(batch.ids.numel() for batch in batches),
         "results": results,
-        **environment(),
+        **system_info(),
     }
     write_text(given.out, to_json(data), private=False)
 

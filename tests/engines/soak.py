@@ -31,8 +31,8 @@ from helpers import fingerprint, output
 from oracle import route_oracle
 
 from paceline import CapacityPolicy, ExpertPlacement, attach
-from paceline.environment import environment
 from paceline.files import to_json, write_text
+from paceline.system_info import system_info
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "soak.json"
 CAP = CapacityPolicy(capacity_factor=0.8, min_expert_load=0)
@@ -164,7 +164,7 @@ def main() -> None:
     given = parser.parse_args()
     found = soak(given.forwards, given.seed, say=lambda text: print(text, flush=True))
     print(found)
-    data = {"program": "tests/engines/soak.py", **found, **environment()}
+    data = {"program": "tests/engines/soak.py", **found, **system_info()}
     write_text(given.out, to_json(data), private=False)
     if found["late_megabytes"] > found["early_megabytes"] + 20:
         sys.exit("memory grew by more than 20 MB between the first fifth and the end")

@@ -25,8 +25,8 @@ from typing import Any
 
 from targets import TARGETS
 
-from paceline.environment import environment
 from paceline.files import to_json, write_text
+from paceline.system_info import system_info
 
 HERE = Path(__file__).parent
 CORPUS = HERE / "corpus"
@@ -122,7 +122,7 @@ def write_down(path: Path, name: str, found: dict[str, Any]) -> None:
         "minutes": round(sum(target["minutes"] for target in targets.values()), 1),
         "finds": sum(len(target["finds"]) for target in targets.values()),
         "targets": targets,
-        **environment(),
+        **system_info(),
     }
     write_text(path, to_json(data), private=False)
 

@@ -22,7 +22,6 @@ from typing import Any
 
 import made_up_server
 import torch
-from paceline.cli.report import _planned as planned_result
 from safetensors.torch import save
 
 import paceline
@@ -30,7 +29,8 @@ from paceline.analysis.hardware import PRESETS, hardware_of, save_hardware
 from paceline.analysis.model_config import expert_groups, hidden_layers, layer_shape
 from paceline.analysis.planner import SCHEMA as PLANNER_SCHEMA
 from paceline.checkpoint.folder import open_checkpoint
-from paceline.cli.record import read_prompts
+from paceline.cli.sources import read_prompts
+from paceline.cli.trace_loads import read_planned as planned_result
 from paceline.engines.transformers.config import load_policy
 from paceline.engines.vllm.control import PATH
 from paceline.plan import Plan

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from paceline.environment import environment
 from paceline.files import to_json, write_text
-from paceline.reporting.figures import FLOOR, relative, scatter
+from paceline.reporting.figures import relative
 from paceline.reporting.load_map import load_map
-from paceline.reporting.page import render
+from paceline.reporting.pages import render
+from paceline.reporting.quality_figures import FLOOR, scatter
 from paceline.reporting.style import load_colours
-from paceline.wording import percent, signed_percent, times
+from paceline.system_info import system_info
+from paceline.text import percent, signed_percent, times
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_json_is_strict() -> None:
 def test_environment_names_hardware_and_versions_but_no_host() -> None:
     import platform
 
-    found = environment()
+    found = system_info()
     assert {"python", "torch", "transformers"} <= set(found["versions"])
     assert found["machine"]["cores"] >= 1
     assert platform.node() not in json.dumps(found) or not platform.node()
@@ -136,7 +137,7 @@ def test_pages_escape_what_users_name() -> None:
         "created": "now",
         "command": evil,
         "seconds": None,
-        **environment(),
+        **system_info(),
     }
     figure = {"data": [{"name": evil}], "layout": {}}
     page = render("loads.html.j2", {"peaks": figure}, title=evil, results=result, plots=["peaks"])

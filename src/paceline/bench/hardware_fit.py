@@ -21,8 +21,8 @@ from paceline.analysis.cost import device_seconds, padded_rows
 from paceline.analysis.hardware import Hardware, save_hardware
 from paceline.bench import hardware as bench
 from paceline.bench.hardware import Timing
-from paceline.environment import environment
 from paceline.progress import Progress
+from paceline.system_info import system_info
 
 _GOOD = 0.15
 _SLOW = (0, 2, 4, 6, 8, 10, 12, 16, 24, 32, 64)
@@ -156,7 +156,7 @@ def fit_this_machine(
         "each_size_left_out_worst": max(map(abs, others), default=None),
         "unrest": bench.unrest(timings),
         "threads": threads,
-        **environment(),
+        **system_info(),
     }
     if out is not None:
         save_hardware(found.hardware, out, more)

@@ -51,7 +51,7 @@ def demo(
 
 def _show(results: Mapping[str, Any], out: Path) -> None:
     from paceline.demo.plan import KINDS
-    from paceline.wording import percent, signed_percent, times
+    from paceline.text import percent, signed_percent, times
 
     console().print(results["findings"]["headline"], style="bold")
     print_lines(f"- {line}" for line in results["findings"]["lines"])

@@ -284,7 +284,7 @@ def _write(result: dict[str, Any], out: Path | None) -> str:
 def _write_grid(result: dict[str, Any], out: Path | None) -> str:
     """Write a grid's results and page into a folder, and return them as Markdown."""
     from paceline.files import to_json, write_text
-    from paceline.reporting.sweep_page import sweep_page
+    from paceline.reporting.pages import sweep_page
     from paceline.reporting.sweep_table import sweep_table
 
     shown = sweep_table(result)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -121,9 +120,9 @@ def loads(
         result = _observed(source, text or [], chosen, sampling, dtype.value, trust_remote_code)
         result |= files
         if html is not None:
-            from paceline.reporting.loads_page import write_loads
+            from paceline.reporting.pages import loads_page, write_page
 
-            write_loads(result, html)
+            write_page(loads_page(result), html)
         return emit(result, json, _show)
     _refuse("a model, not a trace", shadow=shadow)
     planned = trace_loads.read_planned(source)
@@ -173,7 +172,7 @@ def _one_plan(
         return chosen
     if chosen.policies:
         raise ValueError(f"--policy and {plan} both name a policy: give one of them.")
-    return replace(chosen, policies=(CapacityPolicy.parse(policies[0]),))
+    return chosen.replace(policies=(CapacityPolicy.parse(policies[0]),))
 
 
 def _shadowed(plan: Plan, shadow: bool) -> Plan:
@@ -181,7 +180,7 @@ def _shadowed(plan: Plan, shadow: bool) -> Plan:
         return plan
     if not plan.policies:
         raise ValueError("--shadow needs a --policy, or a plan with one, to count for.")
-    return replace(plan, policies=tuple(each.replace(mode="shadow") for each in plan.policies))
+    return plan.replace(policies=tuple(each.replace(mode="shadow") for each in plan.policies))
 
 
 def _observed(
@@ -202,7 +201,7 @@ def _observed(
 
 
 def _show(result: Mapping[str, Any]) -> None:
-    from paceline.wording import percent, times
+    from paceline.text import percent, times
 
     capped = result["policy"] is not None
     shown = table(

@@ -123,12 +123,12 @@ def command_line() -> str:
 
 def run_facts() -> dict[str, Any]:
     """Return when, how and where a result is made; seconds are left to the caller."""
-    from paceline.environment import environment
+    from paceline.system_info import system_info
 
     return {
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": command_line(),
-        **environment(),
+        **system_info(),
         "seconds": None,
     }
 

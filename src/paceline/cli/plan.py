@@ -10,6 +10,7 @@ import typer
 
 from paceline.cli import options
 from paceline.cli.output import (
+    check_at_least,
     check_writable,
     console,
     emit,
@@ -100,6 +101,7 @@ def plan(
     from paceline.analysis.model_config import expert_groups, hidden_layers
     from paceline.analysis.placing import Wanted
 
+    check_at_least(1, devices=devices)
     check_writable(out, maps if maps is None or not maps.is_dir() else None)
     if precision is not None and precision not in BYTES:
         raise ValueError(f"--precision must be one of {', '.join(BYTES)}, got {precision}.")
@@ -334,7 +336,7 @@ def _place(
 
 
 def _show_placement(result: Mapping[str, Any]) -> None:
-    from paceline.wording import times
+    from paceline.text import times
 
     parts = {
         name: result[key]

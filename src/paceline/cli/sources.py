@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -227,7 +226,7 @@ def plan_from_options(devices: int | None, placement: Path | None, plan: Path | 
         raise ValueError(f"--devices and {plan} both place the experts: give one of them.")
     if devices < 1:
         raise ValueError(f"--devices must be at least 1, got {devices}.")
-    return replace(found, placements=(devices,))
+    return found.replace(placements=(devices,))
 
 
 def placements_of(path: Path) -> Plan:
@@ -236,18 +235,17 @@ def placements_of(path: Path) -> Plan:
     Raises:
         ValueError: if it can't be read, or holds no placement.
     """
-    from paceline.plan import Plan
-    from paceline.plan_fields import PlanError
+    from paceline.plan import Plan, PlanError
 
     found = Plan.load(path)
     if not found.placements:
         raise PlanError(f"{path} names no placement: allowed is placement or placements.")
-    return replace(found, policies=())
+    return found.replace(policies=())
 
 
 def with_devices(plan: Plan, devices: int = DEVICES) -> Plan:
     """Return a plan that places experts: on devices in order, unless it does so already."""
-    return plan if plan.placements else replace(plan, placements=(devices,))
+    return plan if plan.placements else plan.replace(placements=(devices,))
 
 
 def plan_files(placement: Path | None, plan: Path | None) -> dict[str, str | None]:

@@ -80,7 +80,7 @@ def balance(trace: Trace, plan: Plan, batch_tokens: int | None, as_json: bool) -
 
 
 def _show_balance(result: Mapping[str, Any]) -> None:
-    from paceline.wording import percent, times
+    from paceline.text import percent, times
 
     def factor(value: float | None) -> str:
         return "-" if value is None else times(value)
@@ -183,7 +183,7 @@ def compare(
 
 
 def _show_comparison(result: Mapping[str, Any]) -> None:
-    from paceline.wording import percent, times
+    from paceline.text import percent, times
 
     shown = table(
         "All layers and batches of the trace, one after the other", "plan",
@@ -206,8 +206,8 @@ def _show_comparison(result: Mapping[str, Any]) -> None:
     console().print(shown)
     lines = [
         f"{batches(result)}. Busiest device: rows / mean before any cap, weighted by time; p95 "
-        "over batches and layers. Gain: from the loads of the expert part, no timing. Active: experts "
-        "with a row on the device with the most of them, whose weights it reads."
+        "over batches and layers. Gain: from the loads of the expert part, no timing. Active: "
+        "experts with a row on the device with the most of them, whose weights it reads."
     ]
     if too_small:
         lines.append(
@@ -298,9 +298,9 @@ def study(
     }
     written = []
     if html is not None:
-        from paceline.reporting.trace_page import write_report
+        from paceline.reporting.pages import report_page, write_page
 
-        write_report(result, html)
+        write_page(report_page(result), html)
         written.append(html)
     if figures is not None:
         from paceline.reporting.trace_figures import write_figures

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -201,7 +200,7 @@ def _placed(found: Calibration, trace: str | None, devices: int | None) -> Plan:
             f"--trace {trace} is of {len(maps)} layers of {maps[0].num_experts} experts: the model "
             f"has {len(experts)} of {experts[0]}."
         )
-    return replace(plan, placements=tuple(layer.placement for layer in maps))
+    return plan.replace(placements=tuple(layer.placement for layer in maps))
 
 
 def _remove_unfinished(out: Path) -> None:
@@ -308,8 +307,7 @@ def _choose(
             sampling=sampling,
             progress=tell,
         )
-    plan = replace(
-        places,
+    plan = places.replace(
         policies=found.share(base),
         calibration=None if folder is None else os.path.relpath(folder, out.absolute()),
         layers=len(found.names),

@@ -64,13 +64,13 @@ def run_demo(
     from paceline.bench.emulated import CLOCK
     from paceline.demo.timing import REPEATS
     from paceline.engines.transformers import attach
-    from paceline.environment import environment
     from paceline.placement import ExpertPlacement
+    from paceline.system_info import system_info
 
     plan = plan or Plan.full()
     if out is not None:
         Path(out).mkdir(parents=True, exist_ok=True)  # fail before the work, not after it
-    started, surroundings = time.perf_counter(), environment()
+    started, surroundings = time.perf_counter(), system_info()
     model, tokenizer = load_model()
     batches, tokens = _batches(tokenizer, plan)
     timed = {

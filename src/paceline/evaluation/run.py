@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.batches import Sampling
 from paceline.engines.transformers import attach
-from paceline.environment import environment
 from paceline.evaluation.store import Store
 from paceline.evaluation.subject import Subject
 from paceline.evaluation.texts import judge_texts
 from paceline.placement import ExpertPlacement
 from paceline.progress import Progress
+from paceline.system_info import system_info
 
 if TYPE_CHECKING:
     from paceline.evaluation.tasks import Chosen
@@ -68,7 +68,7 @@ def evaluate(
     """
     if not job.texts and job.tasks is None:
         raise ValueError("there is nothing to judge by: give texts, tasks, or both.")
-    started, surroundings = time.perf_counter(), environment()
+    started, surroundings = time.perf_counter(), system_info()
     store = Store(None if out is None else out / STATE)
     result: dict[str, Any] = {
         "schema": SCHEMA,

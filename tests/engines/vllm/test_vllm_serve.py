@@ -1,0 +1,305 @@
+"""`paceline serve` as a user runs it: the OpenAI client, a change under load, counts to the row."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+from openai import OpenAI
+from prometheus_client.parser import text_string_to_metric_families
+
+from paceline.demo.assets import read_text
+from paceline.traces import open_trace
+
+KEY = "a-secret"
+Said: TypeAlias = tuple[list[str], list[float]]
+
+START_SECONDS = 600  # a slow machine must not turn it red
+
+
+class Server:
+    """A running server."""
+
+    def __init__(self, port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.port, self.process, self.log = port, process, log
+        self.client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, timeout=300)
+
+    def call(self, method: str, path: str, body: Any = None, key: str = KEY) -> tuple[int, str]:
+        """Status and text of an answer."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+        url = f"http://127.0.0.1:{self.port}{path}"
+        request = urllib.request.Request(url, data=data, headers=headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=300) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def policy(self, method: str = "GET", text: str | None = None) -> dict[str, Any]:
+        """The answer of /paceline/policy, which must be 200."""
+        body = None if text is None else {"policy": text}
+        status, answer = self.call(method, "/paceline/policy", body)
+        assert status == 200, answer
+        return json.loads(answer)  # type: ignore[no-any-return]
+
+    def counted_rows(self) -> int:
+        """Rows that the kernels of all workers computed, asked for below the plugin."""
+        status, answer = self.call("POST", "/collective_rpc", {"method": "counted_rows"})
+        assert status == 200, answer
+        return sum(map(int, json.loads(answer)["results"]))
+
+    def samples(self) -> dict[str, dict[tuple[str, ...], float]]:
+        """Paceline's samples on /metrics, as a Prometheus parser reads them: name -> labels."""
+        status, answer = self.call("GET", "/metrics")
+        assert status == 200
+        found: dict[str, dict[tuple[str, ...], float]] = {}
+        for family in text_string_to_metric_families(answer):
+            for sample in family.samples:
+                if sample.name.startswith("paceline_"):
+                    labels = tuple(f"{k}={v}" for k, v in sorted(sample.labels.items()))
+                    found.setdefault(sample.name, {})[labels] = sample.value
+        return found
+
+    def complete(self, seed: int, length: int, stream: bool = False, tokens: int = 8) -> Said:
+        """One completion of a piece of text: its tokens and their log probabilities."""
+        text = read_text("prose")[seed * 97 :][: length * 3]
+        out = self.client.completions.create(
+            model="demo", prompt=text, max_tokens=tokens, temperature=0, stream=stream, logprobs=0,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        parts = [part.choices[0].logprobs for part in (out if stream else [out]) if part.choices]
+        found = [part for part in parts if part is not None]
+        return (
+            [token for part in found for token in part.tokens],
+            [value for part in found for value in part.token_logprobs],
+        )
+
+
+def same(one: list[Said], other: list[Said]) -> bool:
+    """Whether answers are the same, but for the order in which numbers are added up."""
+    return all(
+        a[0] == b[0] and a[1] == pytest.approx(b[1], abs=1e-3)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@contextmanager
+def serving(log: Path, *flags: str, environ: dict[str, str] | None = None) -> Iterator[Server]:
+    """`paceline serve demo` with flags, until the context ends."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {
+        **os.environ,
+        "VLLM_SERVER_DEV_MODE": "1",  # for /collective_rpc alone
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        ),
+        "VLLM_LOGGING_LEVEL": "INFO",
+        **(environ or {}),
+    }
+    env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    command = [
+        sys.executable, "-m", "paceline", "serve", "demo", *flags, "--port", str(port),
+        "--host", "127.0.0.1", "--api-key", KEY, "--enforce-eager",
+        "--worker-extension-cls", "kernel_rows.RowCounter",
+    ]  # fmt: skip
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
+    server = Server(port, process, log)
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            if process.poll() is not None or time.monotonic() > deadline:
+                pytest.fail(f"the server didn't start:\n{log.read_text()[-3000:]}")
+            try:
+                if server.call("GET", "/health")[0] == 200:
+                    break
+            except OSError:
+                time.sleep(1)
+        yield server
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def settled(server: Server) -> dict[str, dict[tuple[str, ...], float]]:
+    """The metrics once they stand still: workers publish every second."""
+    before = server.samples()
+    while True:
+        time.sleep(2.5)
+        now = server.samples()
+        if now == before:
+            return now
+        before = now
+
+
+def total(samples: dict[tuple[str, ...], float], *labels: str) -> int:
+    """Sum over the samples that have all these labels."""
+    return int(sum(v for known, v in samples.items() if set(labels) <= set(known)))
+
+
+def test_one_server(tmp_path: Path) -> None:
+    with serving(
+        tmp_path / "log", "--policy", "capacity_factor=1.0,min_expert_load=0", "--devices", "8",
+        "--record", str(tmp_path / "trace"),
+    ) as server:  # fmt: skip
+        assert "paceline caps 4 MoE layers" in server.log.read_text()
+        assert "prefix caching is off" in server.log.read_text()
+        assert server.call("GET", "/paceline/policy", key="wrong")[0] == 401
+        assert (
+            server.call("POST", "/paceline/policy", {"policy": "mode=observe"}, "wrong")[0] == 401
+        )
+        assert server.call("PUT", "/paceline/policy", {})[0] == 405
+        described = json.loads(server.call("GET", "/openapi.json")[1])
+        assert "/v1/completions" in described["paths"]
+        asked = described["paths"]["/paceline/policy"]["post"]["requestBody"]
+        assert "WantedPolicy" in json.dumps(asked)
+        assert set(server.policy()["workers"][0]) == set(
+            described["components"]["schemas"]["WorkerState"]["properties"]
+        )
+        assert server.call("POST", "/paceline/policy", {"policy": "capacity_factor=0"})[0] == 400
+        assert server.policy()["fields"]["capacity_factor"] == 1.0
+
+        rows = server.counted_rows()
+        with ThreadPoolExecutor(8) as pool:
+            jobs = [
+                pool.submit(server.complete, i, 20 + 11 * i % 300, i % 3 == 0) for i in range(48)
+            ]
+            for text in ("capacity_factor=0.7,min_expert_load=0",
+                         "capacity_factor=1.5,unit=expert,min_expert_load=0", "start"):  # fmt: skip
+                time.sleep(0.5)
+                assert server.policy("POST", text)["agree"]
+            assert all(len(job.result()[0]) == 8 for job in jobs)
+
+        samples = settled(server)
+        below = server.counted_rows() - rows
+        counted = samples["paceline_assignments_total"]
+        before, after = total(counted, "stage=before"), total(counted, "stage=after")
+        # experts this small may be computed all the same, with weight 0: it takes less time
+        computed = total(samples["paceline_dropped_computed_total"])
+        assert below == after + computed
+        dropped = total(samples["paceline_dropped_total"])
+        assert dropped == before - after > 0
+        assert server.policy()["workers"][0]["dropped"] == dropped
+        assert samples["paceline_capped_forwards_total"][()] > 0
+        peaks = samples["paceline_device_peak_to_mean"]
+        assert peaks[("stage=before",)] > peaks[("stage=after",)]
+        assert 0 < samples["paceline_gate_mass_kept"][()] < 1
+
+        # the trace holds what was asked for; it is finished while the server runs on
+        assert server.call("POST", "/paceline/record", {})[0] == 405
+        assert server.call("GET", "/paceline/record", key="wrong")[0] == 401
+        status, answer = server.call("DELETE", "/paceline/record")
+        assert status == 200
+        (told,) = json.loads(answer)["traces"]
+        assert told == json.loads(server.call("GET", "/paceline/record")[1])["traces"][0]
+        assert not told["recording"]
+        trace = open_trace(tmp_path / "trace")
+        assert trace.header.chunks is not None
+        assert sum(int(chunk.counts.sum()) for chunk in trace.chunks) == before
+        assert sum(len(chunk.starts) - 1 for chunk in trace.chunks) == told["forwards"]
+
+        # the kill switch: nothing is capped or counted, and answers are those of no cap at all
+        assert server.policy("DELETE")["off"]
+        off = [server.complete(i, 60 + i) for i in range(4)]
+        server.policy("POST", "capacity_factor=1000")
+        assert same([server.complete(i, 60 + i) for i in range(4)], off)
+        server.policy("POST", "capacity_factor=0.3,min_expert_load=0")
+        assert not same([server.complete(i, 60 + i) for i in range(4)], off)
+        shadow = server.policy("POST", "capacity_factor=0.3,min_expert_load=0,mode=shadow")
+        assert not shadow["enforced"]
+        assert same([server.complete(i, 60 + i) for i in range(4)], off)
+        assert server.policy()["workers"][0]["dropped"] > shadow["workers"][0]["dropped"]
+        info = settled(server)["paceline_policy_info"]
+        assert [labels for labels, value in info.items() if value == 1] == [
+            ("policy=capacity_factor=0.3,min_expert_load=0.0,mode=shadow",)
+        ]
+
+
+@pytest.mark.long
+def test_prefix_caching_needs_to_be_accepted(tmp_path: Path) -> None:
+    """The cache is on, and a change empties it: what a cap computed isn't read without one."""
+    low = "capacity_factor=0.4,min_expert_load=0"
+    with serving(tmp_path / "log", "--policy", low, "--accept-shared-budget") as server:
+
+        def say() -> list[Said]:
+            return [server.complete(1, 140, tokens=12)]
+
+        server.policy("DELETE")
+        off = say()
+        assert same(say(), off)  # from the cache
+        server.policy("POST", low)
+        assert not same(say(), off)
+        server.policy("DELETE")
+        assert same(say(), off)
+        assert re.search(r"enable_prefix_caching=True", server.log.read_text())
+
+
+@pytest.mark.long
+def test_two_data_parallel_engines(tmp_path: Path) -> None:
+    with serving(
+        tmp_path / "log", "--policy",
+        "capacity_factor=1.0,expand=own_device,expand_limit=1,min_expert_load=0", "-dp", "2",
+        "--enable-expert-parallel", environ={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    ) as server:  # fmt: skip
+        found = server.policy()
+        assert len(found["workers"]) == 2
+        assert found["fields"]["pool"] == "source"
+        server.complete(0, 200)
+        counted = settled(server)
+        asked = total(counted["paceline_assignments_total"], "stage=before")
+        done = total(counted["paceline_assignments_total"], "stage=after")
+        lost = total(counted["paceline_dropped_total"])
+        assert lost > 0
+        assert done > asked - lost  # freed places went to further experts of the token's own rank
+
+        server.policy("POST", "capacity_factor=1000")
+        off = [server.complete(i, 60 + i) for i in range(6)]
+        for _ in range(3):
+            found = server.policy("POST", "capacity_factor=0.8,min_expert_load=0")
+            assert found["agree"]
+            assert len(found["workers"]) == 2
+            assert server.policy()["policy"] == found["policy"]
+        status, said = server.call(
+            "POST", "/paceline/policy", {"policy": "capacity_factor=1,pool=batch"}
+        )
+        assert status == 400
+        assert "say pool=source" in said
+        status, said = server.call("POST", "/paceline/policy", {"policy": "max_active=2"})
+        assert status == 400
+        assert "of all ranks" in said
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda i: server.complete(i, 30 + 9 * i), range(24)))
+        first, extras = counted, done - (asked - lost)
+        counted = settled(server)
+        rows = counted["paceline_assignments_total"]
+        asked, done = total(rows, "stage=before"), total(rows, "stage=after")
+        workers = server.policy()["workers"]
+        dropped = total(counted["paceline_dropped_total"])
+        assert asked == sum(w["assignments"] for w in workers)
+        assert asked - done + extras == dropped == sum(w["dropped"] for w in workers)
+        for rank in ("rank=0", "rank=1"):
+            assert total(counted["paceline_dropped_total"], rank) > total(
+                first["paceline_dropped_total"], rank
+            )
+    with serving(tmp_path / "log", "--policy", "capacity_factor=1000") as alone:
+        assert same([alone.complete(i, 60 + i) for i in range(6)], off)

@@ -1,0 +1,89 @@
+"""Stand-ins inside vLLM give what they give in the Transformers engine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from vllm_engines import DEVICES, Capped, answers, asked, prompts, start
+from vllm_models import make
+
+from paceline import CapacityPolicy, ExpertPlacement, attach
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from made_up_calibration import made_up
+
+LOW = "capacity_factor=0.5,min_expert_load=0"
+COMPENSATED = f"{LOW},compensate=true"
+RANKED = f"{COMPENSATED},keep=contribution"
+
+
+def _transformers(folder: str, calibration: Any, policy: str) -> list[tuple[int, float]]:
+    """The likeliest next token of each prompt and its log probability, each prompt alone."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    found = []
+    with (
+        torch.no_grad(),
+        attach(
+            model,
+            CapacityPolicy.parse(policy),
+            ExpertPlacement.contiguous(8, DEVICES),
+            calibration=calibration,
+        ),
+    ):
+        for prompt in prompts():
+            ids = torch.tensor([prompt["prompt_token_ids"]])
+            best = model(ids).logits[0, -1].log_softmax(-1).max(-1)
+            found.append((int(best.indices), float(best.values)))
+    return found
+
+
+def _vllm(capped: Capped, policy: str) -> list[tuple[int, float]]:
+    capped.set(policy)
+    said = [answers(capped.llm, tokens=1, of=[prompt])[0] for prompt in prompts()]
+    return [(tokens[0], values[0]) for tokens, values in said]
+
+
+@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_what_is_left_is_what_transformers_leaves(tmp_path: Path, eager: bool) -> None:
+    folder = make("olmoe", tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    calibration = made_up(model)
+    calibration.save(tmp_path / "calibration")
+    settings = {} if eager else {"kv_cache_memory_bytes": None}
+    with asked(policy=COMPENSATED, devices=str(DEVICES), calibration=str(tmp_path / "calibration")):
+        capped = Capped(start(folder, eager=eager, **settings), None)
+    said = {policy: _vllm(capped, policy) for policy in (COMPENSATED, LOW, RANKED)}
+    for policy, have in said.items():
+        for (token, value), (theirs, want) in zip(
+            have, _transformers(folder, calibration, policy), strict=True
+        ):
+            assert token == theirs
+            assert value == pytest.approx(want, abs=1e-4)
+    assert said[COMPENSATED] != said[LOW]
+    assert said[COMPENSATED] != said[RANKED]
+    # with nothing dropped not a bit changes
+    unbound = _vllm(capped, "capacity_factor=1000,compensate=true")
+    assert unbound == _vllm(capped, "capacity_factor=1000")
+    capped.set(COMPENSATED)
+    dropped = capped.model.describe()["dropped"]
+    capped.prefill(COMPENSATED)
+    both = capped.model.describe()["dropped"] - dropped
+    assert both == capped.prefill(LOW)["dropped"] > 0 or not eager
+
+
+def test_a_calibration_of_other_weights_is_refused(tmp_path: Path) -> None:
+    folder = make("olmoe", tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj[3] *= 1.5
+    made_up(model).save(tmp_path / "calibration")
+    with (
+        asked(policy=COMPENSATED, calibration=str(tmp_path / "calibration")),
+        pytest.raises(Exception, match=r"other weights: those of the experts of layer .*1"),
+    ):
+        start(folder)
