@@ -1,4 +1,4 @@
-"""`paceline tune --only factors`: layers capped alone, and a plan whose bound holds where rows are counted."""
+"""`paceline tune --only factors`: layers capped alone, and a plan whose bound holds by counting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline loads --html` on a trace: its figures recomputed from the raw arrays, and its page in a browser."""
+"""The page of a trace: its figures recomputed from the raw arrays, and the page in a browser."""
 
 from __future__ import annotations
 

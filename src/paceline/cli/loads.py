@@ -21,6 +21,7 @@ from paceline.cli.output import (
 )
 from paceline.cli.output import console as terminal
 from paceline.cli.sources import load, plan_files, plan_from_options, read_texts, read_trace
+from paceline.shipped import DEMO
 
 if TYPE_CHECKING:
     from paceline.plan import Plan
@@ -63,7 +64,7 @@ def loads(
     trust_remote_code: options.TrustRemoteCode = False,
     batch_tokens: options.BatchTokens = None,
     without: Annotated[
-        trace_loads.Rows | None,
+        str | None,
         typer.Option(help="Leave out rows of a trace: the commonest, or all repeats."),
     ] = None,
     experts: options.Experts = None,
@@ -108,6 +109,10 @@ def loads(
         "world_size": world_size, "physical": physical,
     }  # fmt: skip
     if text or not is_trace(source):
+        if not text and source != DEMO and not Path(source).exists():
+            raise ValueError(
+                f"there is no trace {source}; for a model of that name give at least one --text."
+            )
         _refuse(
             "a trace, not a model", figures=figures, judge=judge, hardware=hardware, sweep=sweep,
             batch_tokens=batch_tokens, without=without, **facts,

@@ -98,6 +98,7 @@ PlacementFiles = Annotated[
     list[Path] | None, typer.Option("--placement", help=f"{_PLACEMENT}; may be repeated.")
 ]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help=f"{_PLAN}.")]
+RequiredPlan = Annotated[Path, typer.Option("--plan", help=f"{_PLAN}.")]
 PlanFiles = Annotated[list[Path] | None, typer.Option("--plan", help=f"{_PLAN}; may be repeated.")]
 Policy = Annotated[str | None, typer.Option(help=f"{_POLICY}.")]
 Policies = Annotated[

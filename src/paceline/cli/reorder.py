@@ -18,7 +18,7 @@ _CHECK_BELOW = 4 << 30  # bytes of weights, which take twice that in float32
 @guarded
 def reorder(
     model: options.Model,
-    plan: Annotated[Path, typer.Option(help="Plan file with placements, from paceline plan.")],
+    plan: options.RequiredPlan,
     out: Annotated[Path, typer.Option(help="Folder to write, which must not exist.")],
     check: Annotated[
         bool | None,

@@ -29,17 +29,9 @@ def serve(
     model: Annotated[
         str, typer.Argument(help="Model folder, hub name, or: demo. Before all of vLLM's flags.")
     ],
-    policy: Annotated[
-        str | None,
-        typer.Option(help="What to apply, like capacity_factor=1.25; none: count loads only."),
-    ] = None,
-    devices: Annotated[
-        int | None,
-        typer.Option(help="Devices that share the experts, where vLLM runs no expert parallelism."),
-    ] = None,
-    plan: Annotated[
-        Path | None, typer.Option(help="File with policies and placements, TOML.")
-    ] = None,
+    policy: options.Policy = None,
+    devices: options.Devices = None,
+    plan: options.PlanFile = None,
     calibration: options.CalibrationFolder = None,
     record: Annotated[
         Path | None,
@@ -56,8 +48,9 @@ def serve(
 ) -> None:
     """Serve a model with vLLM, capped; every other flag is vLLM's.
 
-    The policy of the running server is at /paceline/policy (GET, POST, DELETE), what it does on
-    /metrics.
+    Without a policy loads are counted and nothing is capped. --devices is for a server without
+    expert parallelism; with it a device is a rank. The policy of the running server is at
+    /paceline/policy (GET, POST, DELETE), its effect on /metrics.
 
     \b
     Examples:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -30,20 +29,20 @@ NO_CAP = "no cap"
 _MAX_BYTES = 1 << 26
 
 
-class Rows(str, Enum):
-    """Choices of --without."""
+def without_rows(trace: Trace, rows: str | None) -> Trace:
+    """Return a trace without its commonest row, or without repeats of earlier rows.
 
-    commonest = "commonest"
-    repeats = "repeats"
-
-
-def without_rows(trace: Trace, rows: Rows | None) -> Trace:
-    """Return a trace without its commonest row, or without repeats of earlier rows."""
+    Raises:
+        ValueError: if `rows` is neither commonest nor repeats, or the trace has counts alone.
+    """
     if rows is None:
         return trace
+    if rows not in ("commonest", "repeats"):
+        raise ValueError(f"--without must be commonest or repeats, got {rows}.")
     from paceline.traces.rows import repeats, without
 
-    return without(trace, rows.value, repeats(trace))
+    chosen: Any = rows
+    return without(trace, chosen, repeats(trace))
 
 
 # -- balance ---------------------------------------------------------------------------------------
@@ -164,7 +163,7 @@ def compare(
     trace: Trace,
     plans: Mapping[str, Plan],
     batch_tokens: int | None,
-    without: Rows | None,
+    without: str | None,
     as_json: bool,
 ) -> None:
     """Print what every plan drops and gains on the batches of a trace.
@@ -178,7 +177,7 @@ def compare(
         trace = trace.regrouped(batch_tokens)
     with progress() as tell:
         result = simulate(trace, plans, progress=tell)
-    result |= {"batch_tokens": batch_tokens, "without": None if without is None else without.value}
+    result |= {"batch_tokens": batch_tokens, "without": without}
     emit(result, as_json, _show_comparison)
 
 
@@ -226,7 +225,7 @@ def study(
     planned: dict[str, Any] | None,
     facts: Mapping[str, Any],
     judge: str | None,
-    without: Rows | None,
+    without: str | None,
     *,
     devices: int | None,
     batch_tokens: int | None,
