@@ -125,9 +125,9 @@ def loads(
         "seconds": None,
     }
     if html is not None:
-        from paceline.reporting.loads_page import write_loads
+        from paceline.reporting.pages import loads_page, write_page
 
-        write_loads(result, html)
+        write_page(loads_page(result), html)
     if json:
         from paceline.files import to_json
 
