@@ -30,7 +30,10 @@ def serve(
         str, typer.Argument(help="Model folder, hub name, or: demo. Before all of vLLM's flags.")
     ],
     policy: options.Policy = None,
-    devices: options.Devices = None,
+    devices: Annotated[
+        int | None,
+        typer.Option(help="Devices that share the experts, without expert parallelism."),
+    ] = None,
     plan: options.PlanFile = None,
     calibration: options.CalibrationFolder = None,
     record: Annotated[
@@ -48,9 +51,9 @@ def serve(
 ) -> None:
     """Serve a model with vLLM, capped; every other flag is vLLM's.
 
-    Without a policy loads are counted and nothing is capped. --devices is for a server without
-    expert parallelism; with it a device is a rank. The policy of the running server is at
-    /paceline/policy (GET, POST, DELETE), its effect on /metrics.
+    Without a policy loads are counted and nothing is capped. With expert parallelism a device is a
+    rank; without it and without --devices every expert is a device. The policy of the running
+    server is at /paceline/policy (GET, POST, DELETE), its effect on /metrics.
 
     \b
     Examples:
