@@ -2,7 +2,7 @@
 
     python benchmarks/layer_factors.py --out benchmarks/results/layer_factors.json
 
-Factors are chosen as `paceline factors` does, on text that the demo model was trained on (from
+Factors are chosen as `paceline tune --bound` does, on text that the demo model was trained on (from
 `.demo-build`, as examples/calibrate_demo_model.py takes it), and judged on the held-out texts:
 beside the same factor for all, and the reverse, more room where a cap costs little, as a control.
 Batches of 4,096 tokens of one text (2,048 for the choice), 8 devices, experts in order and placed

@@ -118,7 +118,13 @@ def test_an_option_has_the_same_help_in_every_verb() -> None:
         for option in (each for each in command.params if each.opts[0].startswith("-")):
             said = (option.help or "").replace("; may be repeated", "")
             helps.setdefault(option.opts[0], set()).add(said)
-    own = {"--out", "--model", "--tokens", "--trace", "--devices"}  # mean another thing in some verbs
+    own = {
+        "--out",
+        "--model",
+        "--tokens",
+        "--trace",
+        "--devices",
+    }  # mean another thing in some verbs
     assert {name for name, said in helps.items() if len(said) > 1} == own
 
 

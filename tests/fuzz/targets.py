@@ -394,7 +394,7 @@ def _prompts(data: bytes, folder: Path) -> None:
 
 
 def _planned_json(data: bytes, folder: Path) -> None:
-    """What `paceline plan --json` wrote, as `paceline report` reads it."""
+    """What `paceline plan --json` wrote, as `paceline loads` reads it."""
     (folder / "plan.json").write_bytes(b'{"schema": "' + PLANNER_SCHEMA.encode() + b'", ' + data)
     planned_result(str(folder / "plan.json"))
 

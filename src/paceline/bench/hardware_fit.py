@@ -207,7 +207,7 @@ def _fit(
         slow_flops=1 / (slower + flop) if slower > 0 else 0.0,
         activations=_rate(moved),
         precision=timings[0].shape.precision,
-        source="paceline calibrate-hardware",
+        source="paceline bench hardware",
     )
 
 
