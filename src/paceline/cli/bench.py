@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,6 +25,9 @@ from paceline.cli.output import (
     table,
 )
 from paceline.cli.sources import DEVICES, load, plan_files, plan_from_options, quiet, read_texts
+
+if TYPE_CHECKING:
+    from paceline.bench.run import Results
 
 bench = typer.Typer(
     name="bench",
@@ -85,7 +88,8 @@ def bench_layer_verb(
       paceline bench layer --model demo --text prose --layer 2 --devices 8
       torchrun --nproc-per-node 2 -m paceline bench layer --shape small --peak-to-mean 1.5
     """
-    from paceline.bench.run import bench_layer, named_shape
+    from paceline.bench.run import bench_layer
+    from paceline.bench.workload import named_shape
 
     if batch not in ("own", "shared"):
         raise ValueError(f"--batch must be own or shared, got {batch}.")
@@ -116,7 +120,7 @@ def bench_layer_verb(
             text_ids=ids,
             progress=tick,
         )
-    _finish(results | plan_files(placement, plan), out, html, json)
+    _finish(results.model_copy(update=plan_files(placement, plan)), out, html, json)
 
 
 @bench.command("model")
@@ -158,7 +162,7 @@ def bench_model_verb(
     chosen = plan_from_options(devices, placement, plan)
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if model.split(":")[0] == "random":
-        from paceline.bench.random_model import random_model_named
+        from paceline.bench.model_timing import random_model_named
 
         loaded = random_model_named(model)
         size = loaded.config.vocab_size
@@ -185,7 +189,7 @@ def bench_model_verb(
             plan=chosen,
             progress=tick,
         )
-    _finish(results | plan_files(placement, plan), out, html, json)
+    _finish(results.model_copy(update=plan_files(placement, plan)), out, html, json)
 
 
 def _model_and_text(
@@ -215,24 +219,20 @@ def _ticking(total: int) -> Iterator[Callable[[], None]]:
         yield lambda: tell(next(steps), total, "timing")
 
 
-def _finish(results: dict[str, Any], out: Path | None, html: Path | None, as_json: bool) -> None:
+def _finish(results: Results, out: Path | None, html: Path | None, as_json: bool) -> None:
     """Print a table and write the files, on rank 0 alone."""
     if os.environ.get("RANK", "0") != "0":
         return
-    from paceline.bench.console import show
+    from paceline.bench.show import bench_page, show
     from paceline.files import to_json, write_text
 
-    results |= {
-        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": command_line(),
-        "seconds": None,
-    }
+    results.created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    results.command = command_line()
+    results.seconds = None
     emit(results, as_json, show)
     if out is not None:
-        write_text(out, to_json(results), private=False)
+        write_text(out, to_json(results.to_dict()), private=False)
     if html is not None:
-        from paceline.bench.page import bench_page
-
         write_text(html, bench_page(results), private=False)
 
 
@@ -261,7 +261,7 @@ def bench_hardware_verb(
         raise ValueError(f"--link must be above 0, got {link}.")
     check_writable(out)
 
-    from paceline.bench.hardware_fit import fit_this_machine
+    from paceline.bench.hardware import fit_this_machine
 
     with progress() as tell:
         result = fit_this_machine(out, None if link is None else link * 1e9, rounds, threads, tell)

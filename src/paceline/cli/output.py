@@ -111,7 +111,7 @@ def emit(result: Any, as_json: bool, show: Callable[[Any], None]) -> None:
     if as_json:
         from paceline.files import to_json
 
-        typer.echo(to_json(result), nl=False)
+        typer.echo(to_json(result.to_dict() if hasattr(result, "to_dict") else result), nl=False)
     else:
         show(result)
 
