@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, route
-from paceline.engines.vllm.device import DeviceCap
+from paceline.engines.vllm.accelerator import DeviceCap
 from paceline.routing.selection import using_backend
 from paceline.system_info import system_info
 

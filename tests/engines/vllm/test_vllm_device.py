@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, route
-from paceline.engines.vllm.device import DeviceCap
+from paceline.engines.vllm.accelerator import DeviceCap
 from paceline.engines.vllm.policies import never_binding
 
 MOST = 40

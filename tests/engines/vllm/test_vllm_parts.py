@@ -18,10 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, route
-from paceline.engines.vllm import all_workers, control, layer, scores, signatures
+from paceline.engines.vllm import all_workers, control, scores, signatures
+from paceline.engines.vllm import capped_layer as layer
+from paceline.engines.vllm.capped_layer import CappedLayer, Ranks
 from paceline.engines.vllm.cpu_experts import fused_experts
 from paceline.engines.vllm.environment import wanted
-from paceline.engines.vllm.layer import CappedLayer, Ranks
 from paceline.engines.vllm.tokens import Batch
 
 EXPERTS, HIDDEN, WIDTH = 6, 32, 32

@@ -13,7 +13,7 @@ from vllm.platforms import current_platform
 
 from paceline.engines.sharing import shares_budget
 from paceline.engines.vllm.environment import ACCEPT_SHARED_BUDGET
-from paceline.engines.vllm.seam import is_capped
+from paceline.engines.vllm.patches import is_capped
 from paceline.policy import CapacityPolicy
 
 SKIPS_NEGATIVE_IDS = ("TritonExperts", "MarlinExperts")

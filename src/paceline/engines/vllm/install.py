@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from vllm.platforms import current_platform
 
-from paceline.engines.vllm import cpu_fixes, seam, stand_ins, worker
+from paceline.engines.vllm import cpu_fixes, stand_ins, worker
+from paceline.engines.vllm import patches as seam
 
 _done: list[bool] = []
 

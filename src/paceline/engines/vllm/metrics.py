@@ -7,9 +7,9 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from paceline.engines.vllm.capped_layer import CappedLayer
+from paceline.engines.vllm.capped_model import CappedModel
 from paceline.engines.vllm.environment import MULTIPROCESS
-from paceline.engines.vllm.layer import CappedLayer
-from paceline.engines.vllm.model import CappedModel
 from paceline.routing.layer_stats import LayerStats
 
 EVERY = 1.0  # seconds between two publications

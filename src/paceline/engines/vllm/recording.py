@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from paceline.engines.vllm.capped_layer import CappedLayer
+from paceline.engines.vllm.capped_model import CappedModel
 from paceline.engines.vllm.environment import RECORD, Recording
-from paceline.engines.vllm.layer import CappedLayer
-from paceline.engines.vllm.model import CappedModel
 from paceline.facts import Facts
 from paceline.routing import Assignment, RoutingInputs
 from paceline.traces.record import Recorder

@@ -9,7 +9,8 @@ from typing import Any
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import WorkerBase
 
-from paceline.engines.vllm import model, runner
+from paceline.engines.vllm import capped_model as model
+from paceline.engines.vllm import runners as runner
 from paceline.engines.vllm.environment import wanted
 from paceline.engines.vllm.metrics import publisher_for
 from paceline.engines.vllm.recording import recording_for

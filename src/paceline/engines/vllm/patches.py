@@ -17,7 +17,8 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import _encode_layer_name
 
-from paceline.engines.vllm import cpu_experts, operators
+from paceline.engines.vllm import cpu_experts
+from paceline.engines.vllm import routers as operators
 
 COMPILE_MARK = "paceline-1"
 """Part of the key of vLLM's compile cache: a graph with the cap's operators is another graph."""

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from paceline.engines.sharing import shares_budget, warn_of_sharing
 from paceline.engines.vllm import scores
-from paceline.engines.vllm.device import DeviceCap
-from paceline.engines.vllm.operators import widened
+from paceline.engines.vllm.accelerator import DeviceCap
 from paceline.engines.vllm.policies import check_policy, never_binding
+from paceline.engines.vllm.routers import widened
 from paceline.engines.vllm.savings import Experts
 from paceline.engines.vllm.stand_ins import StandIns
 from paceline.engines.vllm.tokens import Batch, current_batch, padding_of_forward

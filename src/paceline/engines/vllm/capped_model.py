@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from vllm.platforms import current_platform
 
+from paceline.engines.vllm.accelerator import DeviceCap
+from paceline.engines.vllm.capped_layer import CappedLayer, Ranks, Watcher
 from paceline.engines.vllm.checks import check_settings, moe_layers
-from paceline.engines.vllm.device import DeviceCap
 from paceline.engines.vllm.environment import CALIBRATION, Wanted
-from paceline.engines.vllm.layer import CappedLayer, Ranks, Watcher
 from paceline.engines.vllm.notices import tell_of_shared_cache, tell_what_is_saved
-from paceline.engines.vllm.runner import experts_of, placement_for, slots_for
+from paceline.engines.vllm.runners import experts_of, placement_for, slots_for
 from paceline.engines.vllm.stand_ins import calibration_folder, stand_ins_of
 from paceline.facts import NO_FACTS, Facts
 from paceline.policy import CapacityPolicy
