@@ -1,4 +1,4 @@
-"""All capped layers of a worker's model: policies put in force, described and counted."""
+"""All capped layers of a worker's model: their policies are checked, put in force and described."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm import envs
 from vllm.platforms import current_platform
 
+from paceline.engines.sharing import shares_budget, warn_of_shared_cache
 from paceline.engines.vllm.accelerator import DeviceCap
 from paceline.engines.vllm.capped_layer import CappedLayer, Ranks, Watcher
-from paceline.engines.vllm.checks import check_settings, moe_layers
-from paceline.engines.vllm.environment import CALIBRATION, Wanted
-from paceline.engines.vllm.notices import tell_of_shared_cache, tell_what_is_saved
-from paceline.engines.vllm.runners import experts_of, placement_for, slots_for
-from paceline.engines.vllm.stand_ins import calibration_folder, stand_ins_of
+from paceline.engines.vllm.environment import ACCEPT_SHARED_BUDGET, CALIBRATION, Settings
+from paceline.engines.vllm.runners import cost_of, moe_runners, placement_of, slots_for
+from paceline.engines.vllm.stand_ins import load_stand_ins
 from paceline.facts import NO_FACTS, Facts
 from paceline.policy import CapacityPolicy
 from paceline.routing import RoutingInputs, route
 from paceline.routing.layer_stats import LayerStats
 
 logger = logging.getLogger("vllm.paceline")
+
+MUCH = 0.15
+"""If more than this share must be dropped to save time, a warning says so."""
 
 
 class CappedModel:
@@ -33,34 +36,34 @@ class CappedModel:
     Args:
         model_runner: vLLM's, with the loaded model.
         config: vLLM's.
-        wanted: what the environment asks for.
+        settings: of the plugin.
         rank: of the worker among all of them.
 
     Raises:
-        ValueError: if a layer, a setting or the plan doesn't allow it.
+        ValueError: if a layer, a setting or the plan excludes a cap.
     """
 
-    def __init__(self, model_runner: Any, config: Any, wanted: Wanted, rank: int) -> None:
-        self._runner, self._config, self._wanted = model_runner, config, wanted
-        self.accepted = wanted.accept_shared_budget
-        runners = moe_layers(model_runner.get_model())
-        several = len(wanted.policies) > 1 or (wanted.plan and len(wanted.plan.placements) > 1)
-        if several and config.parallel_config.pipeline_parallel_size > 1:
+    def __init__(self, model_runner: Any, config: Any, settings: Settings, rank: int) -> None:
+        self._runner, self._config, self._settings = model_runner, config, settings
+        self.rank, self.accepted = rank, settings.accept_shared_budget
+        runners, plan = moe_runners(model_runner.get_model()), settings.plan
+        several = len(settings.policies) > 1 or (plan and len(plan.placements) > 1)
+        pipeline = config.parallel_config.pipeline_parallel_size > 1
+        if several and pipeline:
             raise ValueError(
-                "one policy or placement a layer is not allowed under pipeline parallelism, where "
-                "a worker sees some layers only."
+                "one policy or placement per layer is not allowed under pipeline parallelism, "
+                "where a worker has only some layers."
             )
-        if wanted.plan is not None and config.parallel_config.pipeline_parallel_size == 1:
-            wanted.plan.check_model(
+        if plan is not None and not pipeline:
+            plan.check_model(
                 [r.moe_config.num_logical_experts for r in runners],
                 [r.moe_config.experts_per_token for r in runners],
                 replicates=True,
             )
-        self.layers = [self._layer(runner, index, rank) for index, runner in enumerate(runners)]
-        self._take_stand_ins(runners)
+        self.layers = [self._capped_layer(runner, index) for index, runner in enumerate(runners)]
+        self._load_stand_ins(runners)
         self.layers[0].warns = not self.accepted and rank == 0
-        self.rank = rank
-        self.set_policies(self._at_start())
+        self.set_policies(self._start_policies())
         for runner, layer in zip(runners, self.layers, strict=True):
             runner.router.paceline_layer = layer
             if current_platform.is_cpu():
@@ -71,47 +74,45 @@ class CappedModel:
             "paceline caps %d MoE layers of this worker with %s, on %d devices",
             len(self.layers), self.layers[0].policy, self.layers[0].units.num_devices,
         )  # fmt: skip
-        capped = any(policy is not None and policy.caps for policy in self._at_start())
-        if rank == 0 and capped:
-            tell_what_is_saved(layer.experts for layer in self.layers)
+        if rank == 0 and any(policy is not None and policy.caps for policy in self._start_policies()):
+            self._warn_if_little_is_saved()
             if config.cache_config.enable_prefix_caching and not self.accepted:
-                tell_of_shared_cache()
+                warn_of_shared_cache("give each user a cache_salt, or say --no-enable-prefix-caching")
 
     # -- policies ---------------------------------------------------------------------------------
 
     def set_policies(self, policies: Sequence[CapacityPolicy | None]) -> None:
-        """Put one policy a layer in force, all or none; None: neither cap nor count.
+        """Put one policy per layer in force, all or none; None: neither cap nor count.
 
         Raises:
-            ValueError: if vLLM's settings or a layer don't allow one.
+            ValueError: as `check_policies` does.
         """
         for layer, policy in zip(self.layers, self.check_policies(policies), strict=True):
-            layer.follow(policy)
+            layer.set_policy(policy)
 
     def check_policies(
         self, policies: Sequence[CapacityPolicy | None]
     ) -> list[CapacityPolicy | None]:
-        """The policies as they apply here, each of which its layer can follow.
+        """Return the policies as they apply here.
 
         Raises:
-            ValueError: if vLLM's settings or a layer don't allow one.
+            ValueError: if vLLM's settings or a layer exclude one.
         """
         if len(policies) != len(self.layers):
             raise ValueError(
-                f"{len(policies)} policies are not allowed: it is one, or one for each of the "
-                f"{len(self.layers)} MoE layers."
+                f"policies must be one, or one for each of the {len(self.layers)} MoE layers, got "
+                f"{len(policies)}."
             )
-        named = [self._suited(policy) for policy in policies]
-        asked = [policy for policy in named if policy is not None]
-        check_settings(self._config, asked, self.accepted)
-        for layer, policy in zip(self.layers, named, strict=True):
+        checked = [self._with_pool(policy) for policy in policies]
+        check_settings(self._config, [p for p in checked if p is not None], self.accepted)
+        for layer, policy in zip(self.layers, checked, strict=True):
             if policy is not None:
                 layer.check(policy)
                 self._check_slots(layer, policy)
-        return named
+        return checked
 
-    def read(self, text: str | None) -> list[CapacityPolicy | None]:
-        """One policy a layer from a short form for all; "start": as the engine began; None: off.
+    def parse(self, text: str | None) -> list[CapacityPolicy | None]:
+        """Return one policy per layer for a short form; "start": as the engine began; None: off.
 
         Raises:
             ValueError: if it is no policy.
@@ -119,55 +120,55 @@ class CappedModel:
         if text is None:
             return [None] * len(self.layers)
         if text == "start":
-            return list(self._at_start())
+            return list(self._start_policies())
         return [CapacityPolicy.parse(text)] * len(self.layers)
 
-    def _at_start(self) -> list[CapacityPolicy | None]:
-        policies = self._wanted.policies
+    def _start_policies(self) -> list[CapacityPolicy | None]:
+        policies = self._settings.policies
         return list(policies) if len(policies) > 1 else [policies[0]] * len(self.layers)
 
-    def _suited(self, policy: CapacityPolicy | None) -> CapacityPolicy | None:
-        """Under data parallelism a pool that nobody named is the source's."""
+    def _with_pool(self, policy: CapacityPolicy | None) -> CapacityPolicy | None:
+        """Return the policy; under data parallelism its pool, unless it was named, is the source."""
         several = self.layers[0].ranks.data_ranks > 1
         if policy is None or not several or "pool" in policy.model_fields_set:
             return policy
         return policy.replace(pool="source")
 
     def _check_slots(self, layer: CappedLayer, policy: CapacityPolicy) -> None:
-        """Places for extras are part of the compiled model."""
+        """Check that the compiled model has room for a policy's extras."""
         slots = slots_for(policy, layer.units, layer.k)
-        have = layer.slots or layer.k
-        if max(slots, layer.k) > have:
+        room = layer.slots or layer.k
+        if max(slots, layer.k) > room:
             raise ValueError(
-                f"expand={policy.expand} needs {slots} slots a token, the running model has "
-                f"{have}: start the server with it."
+                f"expand={policy.expand} needs {slots} slots per token, the running model has "
+                f"{room}: start the server with it."
             )
 
-    # -- what it does -----------------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------
 
     def stats(self) -> list[LayerStats]:
-        """Loads and drops of every layer since the server started."""
+        """Return the loads and drops of every layer since the server started."""
         return [layer.stats() for layer in self.layers]
 
     def reset_stats(self) -> None:
-        """Forget what was counted."""
+        """Reset the counts of all layers."""
         for layer in self.layers:
             layer.reset_stats()
 
     def policy_text(self) -> str:
-        """The policy in force, one a layer where they differ, or "off"."""
+        """Return the policy in force, one per layer if they differ, or "off"."""
         texts = ["off" if p is None else str(p) for p in (la.policy for la in self.layers)]
         return texts[0] if len(set(texts)) == 1 else "; ".join(texts)
 
     def watch(self, watcher: Watcher, facts: Facts = NO_FACTS) -> Callable[[], None]:
-        """Have `watcher(layer, inputs, assignment)` called on every forward with tokens.
+        """Call `watcher(layer, inputs, assignment)` on every forward with tokens.
 
         Args:
-            watcher: while a policy is in force, be it observe.
-            facts: that its inputs are to have beside those the policy asks for.
+            watcher: called while a policy is in force, be it observe.
+            facts: that its inputs must have, in addition to those that the policy needs.
 
         Returns:
-            What ends it.
+            Function that ends it.
         """
         entry = (watcher, facts)
         for layer in self.layers:
@@ -179,8 +180,13 @@ class CappedModel:
 
         return undo
 
+    def request_ids(self) -> list[str] | None:
+        """Return vLLM's names of the running forward's requests, None if it has none."""
+        names = getattr(getattr(self._runner, "input_batch", None), "req_ids", None)
+        return None if names is None else list(names)
+
     def describe(self) -> dict[str, Any]:
-        """What is in force and what it did, ready for JSON."""
+        """Return the policy in force and all counts, as `control.WorkerState`."""
         stats = self.stats()
         ranks = self.layers[0].ranks
         policies = [layer.policy for layer in self.layers]
@@ -214,13 +220,11 @@ class CappedModel:
             ],
         }
 
-    # -- making -----------------------------------------------------------------------------------
+    # -- start ------------------------------------------------------------------------------------
 
-    def _layer(self, runner: Any, index: int, rank: int) -> CappedLayer:
-        experts = runner.router.global_num_experts
+    def _capped_layer(self, runner: Any, index: int) -> CappedLayer:
         manager, parallel = runner.expert_map_manager, runner.moe_config.moe_parallel_config
         ranks = Ranks(
-            rank=rank,
             expert_rank=manager.ep_rank,
             expert_ranks=manager.ep_size,
             data_ranks=parallel.dp_size,
@@ -231,44 +235,35 @@ class CappedModel:
             index=index,
             router=runner.router,
             k=runner.router.top_k,
-            placement=placement_for(runner, index, self._wanted),
-            num_experts=experts,
+            placement=placement_of(runner, index, self._settings),
+            num_experts=runner.router.global_num_experts,
             ranks=ranks,
             prompt_lengths=self._prompt_lengths,
-            experts=experts_of(runner),
+            cost=cost_of(runner),
+            slots=runner.router.paceline_slots,
         )
-        layer.slots = runner.router.paceline_slots
         if not current_platform.is_cpu():
-            layer.on_device = self._device_cap(layer, index)
+            policies = self._settings.policies
+            layer.on_device = DeviceCap(
+                policies[index] if len(policies) > 1 else policies[0],
+                layer.units,
+                layer.k,
+                self._config.scheduler_config.max_num_batched_tokens,
+                self._runner.device,
+                Fraction(1, ranks.data_ranks),
+            )
         return layer
 
-    def _take_stand_ins(self, runners: list[Any]) -> None:
-        folder = calibration_folder(self._wanted)
+    def _load_stand_ins(self, runners: list[Any]) -> None:
+        folder = self._settings.calibration_folder
         if folder is None:
             return
         if not current_platform.is_cpu():
-            raise ValueError(f"{CALIBRATION} is not allowed on an accelerator: it was never run.")
-        found = stand_ins_of(folder, runners, self._config)
-        for layer, stand_ins in zip(self.layers, found, strict=True):
-            layer.stand_ins = stand_ins
-
-    def _device_cap(self, layer: CappedLayer, index: int) -> DeviceCap:
-        policies = self._wanted.policies
-        policy = policies[index] if len(policies) > 1 else policies[0]
-        return DeviceCap(
-            policy,
-            layer.units,
-            layer.k,
-            self._config.scheduler_config.max_num_batched_tokens,
-            self._runner.device,
-            Fraction(1, layer.ranks.data_ranks),
-        )
-
-    def request_ids(self) -> list[str] | None:
-        """vLLM's names of the running forward's requests, None where it doesn't tell."""
-        batch = getattr(self._runner, "input_batch", None)
-        names = getattr(batch, "req_ids", None)
-        return None if names is None else list(names)
+            raise ValueError(f"{CALIBRATION} is not allowed on an accelerator: it is not tested.")
+        for layer, found in zip(
+            self.layers, load_stand_ins(folder, runners, self._config), strict=True
+        ):
+            layer.stand_ins = found
 
     def _prompt_lengths(self, requests: int) -> Tensor:
         batch = getattr(self._runner, "input_batch", None)
@@ -295,3 +290,54 @@ class CappedModel:
                 expert_norms=torch.ones(layer.num_experts),
             )  # fmt: skip
             route(inputs, policy.replace(min_expert_load=0), layer.units)
+
+    def _warn_if_little_is_saved(self) -> None:
+        """Warn where a cap saves no time on this CPU but still costs quality."""
+        costs = [layer.cost for layer in self.layers if layer.cost is not None]
+        small = max(costs, key=lambda cost: cost.share_that_pays, default=None)
+        if small is not None and small.share_that_pays > MUCH:
+            logger.warning(
+                "paceline: experts of %d x %d are so small that to skip dropped rows saves time on "
+                "this CPU only if more than %.0f%% are dropped. Below that they are computed with "
+                "weight 0: such a cap saves nothing here, and it changes the model's answers; "
+                "mode=shadow or observe counts without changing them.",
+                small.hidden, small.width, 100 * small.share_that_pays,
+            )  # fmt: skip
+
+
+def check_settings(config: Any, policies: Sequence[CapacityPolicy], accepted: bool) -> None:
+    """Refuse settings of vLLM that contradict a policy.
+
+    Args:
+        config: vLLM's.
+        policies: of the layers.
+        accepted: True if users of a batch may affect each other.
+
+    Raises:
+        ValueError: naming the setting and what is allowed.
+    """
+    if not any(policy.caps for policy in policies):
+        return
+    if envs.VLLM_BATCH_INVARIANT:
+        raise ValueError(
+            "VLLM_BATCH_INVARIANT=1 contradicts a cap, which depends on the batch: unset one."
+        )
+    if config.aux_output_config.enable_return_routed_experts:
+        raise ValueError(
+            "enable_return_routed_experts returns the experts before the cap: use one of the two."
+        )
+    shared = next((policy for policy in policies if shares_budget(policy)), None)
+    if shared is not None and config.cache_config.enable_prefix_caching and not accepted:
+        raise ValueError(
+            f"pool={shared.pool} with prefix caching lets one user's batch change what another "
+            "reads from the cache: say pool=request, --no-enable-prefix-caching, or accept it "
+            f"with --accept-shared-budget ({ACCEPT_SHARED_BUDGET}=1)."
+        )
+    for policy in policies:
+        if config.parallel_config.enable_dbo and (
+            policy.pool == "request" or policy.phase == "prefill" or policy.protect_first
+        ):
+            raise ValueError(
+                f"policy {policy} needs to know the requests, which --enable-dbo splits: use one "
+                "of the two."
+            )
