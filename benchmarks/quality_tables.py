@@ -14,7 +14,7 @@ from page_tables import filled, main
 
 from paceline.evaluation.tables import table, with_error
 from paceline.reporting.sweep_table import factor
-from paceline.wording import percent, signed_percent, times
+from paceline.text import percent, signed_percent, times
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "quality.md"

@@ -163,3 +163,21 @@ def _listed(hosts: Any) -> tuple[Any, ...]:
     except TypeError:  # it can't be iterated over
         pass
     raise ValueError(f"expert_to_device={hosts!r} is not allowed: it is a device for each expert.")
+
+
+def describe_placements(placements: Sequence[ExpertPlacement]) -> str:
+    """Describe how experts are placed, in one layer or in several.
+
+    >>> describe_placements([ExpertPlacement.contiguous(8, 4)] * 2)
+    'experts placed in order'
+    >>> describe_placements([ExpertPlacement.explicit([1, 0])])
+    'experts placed as given'
+    """
+    if all(_in_order(placement) for placement in placements):
+        return "experts placed in order"
+    return "experts placed " + ("as given" if len(set(placements)) == 1 else "layer by layer")
+
+
+def _in_order(placement: ExpertPlacement) -> bool:
+    experts, devices = placement.num_experts, placement.num_devices
+    return devices <= experts and placement == ExpertPlacement.contiguous(experts, devices)

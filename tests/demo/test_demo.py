@@ -16,7 +16,7 @@ from paceline.demo.assets import domains, load_model, read_text
 from paceline.demo.plan import BASELINE, DEVICES, HEADLINE, Plan, all_entries
 from paceline.demo.run import run_demo
 from paceline.demo.wording import findings
-from paceline.wording import percent, signed_percent, times
+from paceline.text import percent, signed_percent, times
 
 KINDS = ("one_domain", "mixed")
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from paceline import CapacityPolicy, ExpertPlacement, attach
-from paceline.engines.transformers import layer as attached_layer
-from paceline.engines.transformers.rules import rows_spared
+from paceline.engines.transformers.layers import layer as attached_layer
 from paceline.plan import Plan
+from paceline.routing.active import rows_spared
 
 EXPERTS, DEVICES, FEW = tiny_models.NUM_EXPERTS, 4, 32  # FEW: 8 tokens an expert, k = 2
 HOST = np.repeat(np.arange(DEVICES), EXPERTS // DEVICES)
@@ -296,7 +296,7 @@ def test_where_it_does_not_bind_nothing_is_routed(
     given = {"input_ids": tiny_models.inputs(batch=batch, length=length)["input_ids"]}
     want = output(model, given)
     with (
-        patch.object(attached_layer, "route", wraps=attached_layer.route) as route,
+        patch.object(attached_layer, "assign", wraps=attached_layer.assign) as route,
         attach(model, "max_active=6", 1) as pace,
     ):
         got = output(model, given)
@@ -376,7 +376,7 @@ def test_layers_may_differ_and_a_plan_keeps_it(model: Any, tmp_path: Path) -> No
         ("max_active=2", DEVICES, "at most 2 of the 8 experts"),
         ("max_active=1,pool=request", DEVICES, 'pool="request"'),
         ("max_active=1,compensate=true", DEVICES, "needs a calibration"),
-        ("max_active=1,pool=source", DEVICES, "needs token_source"),
+        ("max_active=1,pool=source", DEVICES, "needs to know the device .* token_source"),
     ],
 )
 def test_what_can_not_be_is_one_sentence(

@@ -251,7 +251,7 @@ def test_one_expert_that_hides_its_rule_says_so() -> None:
         layer.mlp.top_k = None
     with attach(model) as pace:
         assert {s.reason for s in pace.support} == {
-            "one expert a token, always weighted alike, hides the scoring rule"
+            "one expert per token, always weighted alike, hides the scoring rule"
         }
     with pytest.raises(ValueError, match="always weighted alike"):
         attach(model, CAP)

@@ -18,8 +18,8 @@ from transformers.generation import ContinuousBatchingConfig
 
 from paceline import CapacityPolicy, ExpertPlacement, attach
 from paceline.engines.transformers import load_policy, save_policy
-from paceline.engines.transformers.context import ForwardContext
-from paceline.engines.transformers.labels import UserLabels
+from paceline.engines.transformers.tokens.context import ForwardContext
+from paceline.engines.transformers.tokens.labels import UserLabels
 
 CAP = CapacityPolicy(capacity_factor=1, unit="expert", min_expert_load=0)
 

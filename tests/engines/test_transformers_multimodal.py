@@ -21,7 +21,7 @@ from helpers import model_of
 from torch import Tensor
 
 from paceline import CapacityPolicy, attach
-from paceline.engines.transformers.running import UnknownTokensWarning
+from paceline.engines.transformers.state import UnknownTokensWarning
 
 CAP = CapacityPolicy(capacity_factor=0.5, unit="expert", min_expert_load=0, drop_first="image")
 READ_PICTURES = [name for name, model in whole.WHOLE.items() if model.pictures is not None]

@@ -157,8 +157,8 @@ def test_a_plan_gives_policies_and_placements(model: Any, tmp_path: Path) -> Non
         (Plan((CAP, CAP)), "the plan is for 2 MoE layers, the model has 3"),
         (Plan(layers=4), "the plan is for 4 MoE layers, the model has 3"),
         (Plan(layers=1), "the plan is for 1 MoE layers, the model has 3"),
-        (Plan(experts=64), "the plan is for 64 experts a layer, layer 0 has 8"),
-        (Plan(k=4), "the plan is for 4 experts a token, layer 0 uses 2"),
+        (Plan(experts=64), "the plan is for 64 experts per layer, layer 0 has 8"),
+        (Plan(k=4), "the plan is for 4 experts per token, layer 0 uses 2"),
     ],
 )
 def test_a_plan_for_another_model_is_refused(model: Any, plan: Plan, message: str) -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from paceline.cli.app import app
 from paceline.evaluation.sweep import FACTORS, Axes, frontier
 from paceline.evaluation.sweep_file import read_sweep
-from paceline.reporting.sweep_page import sweep_figure, sweep_words
+from paceline.reporting.quality_figures import sweep_figure, sweep_words
 from paceline.reporting.sweep_table import sweep_table
 
 SMALL = ["--tokens", "512", "--sequence-length", "64", "--batch-size", "4"]

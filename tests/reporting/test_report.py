@@ -24,8 +24,8 @@ from paceline.analysis.cap_words import way_of
 from paceline.analysis.traffic import picked
 from paceline.cli.app import app
 from paceline.plan import Plan
+from paceline.reporting.pages import report_page
 from paceline.reporting.trace_figures import plotly_figures, trace_figures, write_figures
-from paceline.reporting.trace_page import report_page
 from paceline.system_info import system_info
 from paceline.traces import sample, save_trace
 from paceline.traces.simulate import simulate
@@ -277,7 +277,7 @@ def test_figures_are_written_as_files(law: dict[str, Any], tmp_path: Path) -> No
 
 
 def test_formats_are_checked(law: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'gif' is not allowed: it is svg or png"):
+    with pytest.raises(ValueError, match="must be svg or png, got 'gif'"):
         write_figures(law, tmp_path, ("gif",))
 
 

@@ -6,18 +6,18 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from paceline.analysis.degenerate import LayerEvidence, reasons
-from paceline.analysis.loads import busiest, combine_peaks
-from paceline.balance import straggler_loss
+from paceline.balance import combine_peaks, straggler_loss
 from paceline.batches import Batch, Sampling, check_length, make_batches
 from paceline.facts import Facts
-from paceline.placement import ExpertPlacement
+from paceline.placement import ExpertPlacement, describe_placements
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
 from paceline.progress import Progress
 from paceline.routing import Assignment, RoutingInputs
 from paceline.settings import PlacementsLike, PoliciesLike
-from paceline.wording import placed
 
 SCHEMA = "paceline-loads/2"
 
@@ -88,7 +88,7 @@ def observe_loads(
         "policy": _shown(policies) if named else None,
         "mode": _mode(policies),
         "devices": max(where.num_devices for where in placements),
-        "placement": placed(placements),
+        "placement": describe_placements(placements),
         "batches": len(batches),
         "mixed": sampling.mix,
         "tokens_by_text": dict(tokens),
@@ -107,8 +107,8 @@ def describe_layer(layer: Mapping[str, Any], placement: ExpertPlacement) -> dict
         "devices": placement.num_devices,
         "experts_per_device": list(placement.sizes),
         "expert_to_device": list(placement.expert_to_device),
-        "busiest_expert": busiest(layer["expert_loads_before"]).index,
-        "busiest_device": busiest(layer["device_loads_before"]).index,
+        "busiest_expert": int(np.argmax(layer["expert_loads_before"])),
+        "busiest_device": int(np.argmax(layer["device_loads_before"])),
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.wording import percent, times
+from paceline.text import percent, times
 
 LITTLE = 0.05  # an average wait below this is hardly worth a cap
 

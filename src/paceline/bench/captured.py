@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.engines.transformers import attach
-from paceline.engines.transformers.discovery import find_layers
+from paceline.engines.transformers.layers.find import find_layers
 from paceline.facts import Facts
 from paceline.routing import Assignment, RoutingInputs
 

@@ -27,8 +27,8 @@ from torch import Tensor
 from paceline.bench.emulated import Experts, slowest_device, split_by_device
 from paceline.bench.spread import ratios, shuffled, spread
 from paceline.bench.workload import Workload
-from paceline.engines.transformers.expert_parallel import sum_by_token
-from paceline.engines.transformers.expert_parallel_routing import own_share
+from paceline.engines.transformers.expert_parallel.implementation import sum_by_token
+from paceline.engines.transformers.expert_parallel.routing import own_share
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import Assignment, RoutingInputs, route

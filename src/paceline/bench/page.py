@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.reporting.figures import Figure
-from paceline.reporting.page import render
+from paceline.reporting.pages import render
 from paceline.reporting.style import ACCENT, BEFORE, INK, STAGE_COLOURS, axis, layout
 
 

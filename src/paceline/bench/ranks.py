@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from paceline.bench.layer import NO_CAP, STAGES, Measured, share
 from paceline.bench.spread import shuffled
 from paceline.bench.workload import Workload
-from paceline.engines.transformers.expert_parallel import ExpertParallel
-from paceline.engines.transformers.expert_parallel_link import Link
-from paceline.engines.transformers.expert_parallel_routing import decide
+from paceline.engines.transformers.expert_parallel.collectives import Link
+from paceline.engines.transformers.expert_parallel.implementation import ExpertParallel
+from paceline.engines.transformers.expert_parallel.routing import decide
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import Assignment, RoutingInputs

@@ -29,10 +29,10 @@ from paceline.bench.workload import (
     skewed_workload,
 )
 from paceline.numbers import check_count
+from paceline.placement import describe_placements
 from paceline.plan import Plan
 from paceline.routing import RoutingInputs
 from paceline.system_info import system_info
-from paceline.wording import placed
 
 Progress = Callable[[], None]
 EMULATED, RANKS = "emulated devices", "ranks"
@@ -124,7 +124,7 @@ def bench_layer(
         count = placement.num_devices
         loads = [load] if shares_batch else _split(load, count)
         if real:
-            from paceline.engines.transformers.expert_parallel import keep_experts
+            from paceline.engines.transformers.expert_parallel.implementation import keep_experts
 
             keep_experts(experts, placement.experts_of(rank))
             loads = [loads[0 if shares_batch else rank]]
@@ -156,7 +156,7 @@ def bench_layer(
         "devices": {
             "kind": RANKS if real else EMULATED,
             "count": count,
-            "placement": placed([placement]),
+            "placement": describe_placements([placement]),
             "expert_to_device": list(placement.expert_to_device),
             "batch": "shared" if shares_batch else "own",
             "sends": "over gloo or nccl"
@@ -261,7 +261,7 @@ def bench_model(
         "devices": {
             "kind": RANKS if real else EMULATED,
             "count": max(placement.num_devices for placement in placements),
-            "placement": placed(placements),
+            "placement": describe_placements(placements),
             "batch": "own",
             "clock": "wall" if real else CLOCK,
         },

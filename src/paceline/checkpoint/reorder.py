@@ -13,7 +13,6 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -75,7 +74,7 @@ def reordered_plan(plan: Plan, maps: Sequence[ExpertMap]) -> Plan:
     """
     devices = tuple(dict.fromkeys(layer.num_devices for layer in maps))
     placements = devices if len(devices) == 1 else tuple(layer.num_devices for layer in maps)
-    return replace(plan, placements=placements, calibration=None)
+    return plan.replace(placements=placements, calibration=None)
 
 
 def reorder(

@@ -125,7 +125,6 @@ def _plan(found: Calibration, trace: str | None, devices: int) -> Plan:
     plan = found.plan(".")
     if trace is None:
         return plan
-    from dataclasses import replace
 
     from paceline.analysis.placing import Wanted, place
     from paceline.traces import open_trace
@@ -137,7 +136,7 @@ def _plan(found: Calibration, trace: str | None, devices: int) -> Plan:
             f"--trace {trace} is of {len(maps)} layers of {maps[0].num_experts} experts: the model "
             f"has {len(experts)} of {experts[0]}."
         )
-    return replace(plan, placements=tuple(layer.placement for layer in maps))
+    return plan.replace(placements=tuple(layer.placement for layer in maps))
 
 
 def _result(found: Calibration, path: Path, plan: Path | None) -> dict[str, Any]:

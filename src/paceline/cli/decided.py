@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from paceline.plan import Plan
-from paceline.plan_fields import PlanError
+from paceline.plan import Plan, PlanError
 
 DEVICES = 8
 """Unless somebody says otherwise."""
@@ -42,7 +40,7 @@ def decided(devices: int | None, placement: Path | None, plan: Path | None) -> P
         found = Plan.load(placement)
         if not found.placements:
             raise PlanError(f"{placement} names no placement: allowed is placement or placements.")
-        return replace(found, policies=())
+        return found.replace(policies=())
     found = Plan() if plan is None else Plan.load(plan)
     if devices is None:
         return found
@@ -50,12 +48,12 @@ def decided(devices: int | None, placement: Path | None, plan: Path | None) -> P
         raise ValueError(f"--devices and {plan} both place the experts: give one of them.")
     if devices < 1:
         raise ValueError(f"--devices {devices} is not allowed: it is at least 1.")
-    return replace(found, placements=(devices,))
+    return found.replace(placements=(devices,))
 
 
 def on_devices(plan: Plan) -> Plan:
     """A plan that says where experts are: on 8 devices in order, unless it does."""
-    return plan if plan.placements else replace(plan, placements=(DEVICES,))
+    return plan if plan.placements else plan.replace(placements=(DEVICES,))
 
 
 def most_devices(plan: Plan) -> int:

@@ -64,7 +64,7 @@ def _show(results: Mapping[str, Any], out: Path) -> None:
     from rich.table import Table
 
     from paceline.demo.plan import KINDS
-    from paceline.wording import percent, signed_percent, times
+    from paceline.text import percent, signed_percent, times
 
     console = Console(highlight=False)
     console.print(results["findings"]["headline"], style="bold")

@@ -53,8 +53,6 @@ def factors(
     places = on_devices(decided(devices, None, plan))
     check_writable(out)
 
-    from dataclasses import replace
-
     from paceline.batches import Sampling
     from paceline.cli.models import load, read_texts
     from paceline.cli.progress import progress
@@ -77,9 +75,7 @@ def factors(
             progress=tell,
         )
     beside = None if folder is None else os.path.relpath(folder, out.absolute().parent)
-    chosen = replace(
-        places, policies=found.share(base), calibration=beside, layers=len(found.names)
-    )
+    chosen = places.replace(policies=found.share(base), calibration=beside, layers=len(found.names))
     chosen.save(out)
     result = found.to_dict(base) | {"plan": str(out)}
     if json:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any
@@ -75,12 +74,12 @@ def loads(
     if policy is not None:
         if chosen.policies:
             raise ValueError(f"--policy and {plan} both name a policy: give one of them.")
-        chosen = replace(chosen, policies=(CapacityPolicy.parse(policy),))
+        chosen = chosen.replace(policies=(CapacityPolicy.parse(policy),))
     if shadow:
         if not chosen.policies:
             raise ValueError("--shadow needs a --policy, or a plan with one, to count for.")
         policies = tuple(each.replace(mode="shadow") for each in chosen.policies)
-        chosen = replace(chosen, policies=policies)
+        chosen = chosen.replace(policies=policies)
     check_writable(html)
     if not text and is_trace(model):
         if html is not None:
@@ -126,9 +125,9 @@ def loads(
         "seconds": None,
     }
     if html is not None:
-        from paceline.reporting.loads_page import write_loads
+        from paceline.reporting.pages import loads_page, write_page
 
-        write_loads(result, html)
+        write_page(loads_page(result), html)
     if json:
         from paceline.files import to_json
 
@@ -142,7 +141,7 @@ def _show(result: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from paceline.wording import percent, times
+    from paceline.text import percent, times
 
     capped = result["policy"] is not None
     title = "Busiest expert and device of every layer; how long an average device waits"

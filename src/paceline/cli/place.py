@@ -143,7 +143,7 @@ def _show(result: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from paceline.wording import times
+    from paceline.text import times
 
     parts = {
         "same batches": result["same_batches"],

@@ -130,9 +130,9 @@ def report(
         "seconds": None,
     }
     if out is not None:
-        from paceline.reporting.trace_page import write_report
+        from paceline.reporting.pages import report_page, write_page
 
-        write_report(result, out)
+        write_page(report_page(result), out)
     drawn = []
     if figures is not None:
         from paceline.reporting.trace_figures import write_figures

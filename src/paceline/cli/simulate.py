@@ -110,7 +110,7 @@ def _show(result: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from paceline.wording import percent, times
+    from paceline.text import percent, times
 
     table = Table(
         title="All layers and batches of the trace, one after the other", title_justify="left",

@@ -71,7 +71,7 @@ def sweep(
     from paceline.cli.models import load, read_texts
     from paceline.cli.progress import progress
     from paceline.files import to_json, write_text
-    from paceline.reporting.sweep_page import sweep_page
+    from paceline.reporting.pages import sweep_page
     from paceline.reporting.sweep_table import sweep_table
     from paceline.stand_ins.file import Calibration
 

@@ -58,7 +58,7 @@ def loads_of_trace(trace: Trace, plan: Plan, batch_tokens: int | None, json: boo
 
 def verdict(result: Mapping[str, Any]) -> list[str]:
     """Sentences for a result of `trace_loads`: the wait, the ceiling, and what to make of it."""
-    from paceline.wording import percent, times
+    from paceline.text import percent, times
 
     overall = result["overall"]
     lines = [
@@ -81,7 +81,7 @@ def verdict(result: Mapping[str, Any]) -> list[str]:
 
 def _rows_said(rows: Mapping[str, Any] | None) -> list[str]:
     """What repeats, and the figure without it."""
-    from paceline.wording import percent, times
+    from paceline.text import percent, times
 
     if rows is None or rows["repeated_share"] < _TELLING:
         return []
@@ -106,7 +106,7 @@ def _show(result: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from paceline.wording import percent, times
+    from paceline.text import percent, times
 
     def factor(value: float | None) -> str:
         return "-" if value is None else times(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.analysis.loads import percentile
+from paceline.balance import percentile
 from paceline.bench.spread import ratios
 from paceline.demo.plan import BASELINE, Plan
 from paceline.demo.study import PolicyRun, balance, drops, flat, layer_tables

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.analysis.loads import add_loads, combine_peaks
-from paceline.balance import straggler_loss
+from paceline.balance import combine_peaks, straggler_loss
 from paceline.batches import Batch, Sequences, cut
 from paceline.demo.assets import domains, read_text
 from paceline.evaluation.perplexity import Losses, batch_losses
@@ -116,7 +116,9 @@ def layer_tables(run: PolicyRun, source: str | None = None) -> list[dict[str, An
         for unit in ("expert", "device"):
             for when in ("before", "after"):
                 key = f"{unit}_loads_{when}"
-                entry[key] = add_loads([layer[key] for layer in same_layer])
+                entry[key] = [
+                    math.fsum(loads) for loads in zip(*(x[key] for x in same_layer), strict=True)
+                ]
         entry |= balance(same_layer, "before")
         tables.append(entry)
     return tables

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.demo.plan import HEADLINE, KINDS
-from paceline.wording import percent, signed_percent, times
+from paceline.text import percent, signed_percent, times
 
 _SMALL_GAIN = 1.02  # a median speed-up below this is not worth the name
 _SMALL_CHANGE = 0.0005

@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.evaluation.suite import PUBLISHED, Published
 from paceline.policy import CapacityPolicy
-from paceline.wording import percent, signed_percent, times
+from paceline.text import percent, signed_percent, times
 
 NONE = "-"
 

@@ -52,9 +52,15 @@ def route(
     num_experts = inputs.experts(placement)
     if placement is None:
         placement = _alone(num_experts)
+    if not torch.compiler.is_compiling():  # it can't trace fractions
+        check_binding(policy, placement, inputs.topk_ids.shape[1])
+    return assign(inputs, policy, placement)
+
+
+def assign(inputs: RoutingInputs, policy: CapacityPolicy, placement: ExpertPlacement) -> Assignment:
+    """Route without the checks of `route`: for engines, which check a policy when it is set."""
+    num_experts = inputs.experts(placement)
     budget = Budget(inputs, policy, placement)
-    if not torch.compiler.is_compiling():  # which can't follow fractions
-        check_binding(policy, placement, budget.k)
     bounded = capacity = narrowed = None
     if policy.caps:
         if torch.compiler.is_compiling():

@@ -10,13 +10,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from paceline.engines.transformers.checks import check_model
-from paceline.engines.transformers.discovery import find_layers
 from paceline.engines.transformers.handle import Pace, read_model_policies
-from paceline.engines.transformers.labels import TokenLabels, TokenSource, UserLabels
-from paceline.engines.transformers.layer import AttachedLayer
-from paceline.engines.transformers.modules import LayerModules, spread_over_ranks
-from paceline.engines.transformers.probe import Probe, count_experts, probe
-from paceline.engines.transformers.running import Running
+from paceline.engines.transformers.layers.find import find_layers
+from paceline.engines.transformers.layers.layer import AttachedLayer
+from paceline.engines.transformers.layers.modules import LayerModules, spread_over_ranks
+from paceline.engines.transformers.layers.probe import Probe, count_experts, probe
+from paceline.engines.transformers.state import Running
+from paceline.engines.transformers.tokens.labels import TokenLabels, TokenSource, UserLabels
 from paceline.plan import Plan
 from paceline.settings import (
     PlacementsLike,
@@ -81,7 +81,7 @@ def attach(
     found_layers = find_layers(model)
     parallel = any(spread_over_ranks(modules.experts) for modules in found_layers)
     if parallel:
-        from paceline.engines.transformers.expert_parallel_layer import agreed_labels
+        from paceline.engines.transformers.expert_parallel.layer import agreed_labels
 
         labels = agreed_labels(found_layers, policy, placement, labels)
     policies, placements = _settings(model, found_layers, policy, placement, plan)
@@ -148,7 +148,7 @@ def _layers(
 
     if not parallel:
         return made(AttachedLayer)
-    from paceline.engines.transformers.expert_parallel_layer import ParallelLayer, gathered
+    from paceline.engines.transformers.expert_parallel.layer import ParallelLayer, gathered
 
     with gathered(model):
         return made(ParallelLayer)
@@ -170,7 +170,7 @@ def _calibrate(
             "folder."
         )
     if parallel:
-        from paceline.engines.transformers.expert_parallel_layer import gathered
+        from paceline.engines.transformers.expert_parallel.layer import gathered
 
         with gathered(model):
             identity = [layer.identity() for layer in layers]

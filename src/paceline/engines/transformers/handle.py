@@ -12,11 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from paceline.engines.transformers.checks import check_layer, check_modalities
+from paceline.engines.rules import check_policy
+from paceline.engines.transformers.checks import known_modalities
 from paceline.engines.transformers.config import load_policy
-from paceline.engines.transformers.context import ForwardContext
-from paceline.engines.transformers.layer import AttachedLayer, ReplacedExperts
-from paceline.engines.transformers.running import Running, Watcher
+from paceline.engines.transformers.layers.layer import AttachedLayer, ReplacedExperts
+from paceline.engines.transformers.state import Running, Watcher
+from paceline.engines.transformers.tokens.context import ForwardContext
 from paceline.facts import NO_FACTS, Facts
 from paceline.numbers import check_count
 from paceline.placement import ExpertPlacement
@@ -103,16 +104,15 @@ class Pace:
         pairs = list(zip(self._layers, policies, strict=True))
         pairs = [(layer, layer.applicable(policy)) for layer, policy in pairs]
         self._layers[0].agree("policy", [str(policy) for _, policy in pairs])
+        modalities = known_modalities(self._model, self._running.labels)
         for layer, policy in pairs:
-            check_layer(layer, policy, self._running.labels)
-        for policy in {policy for _, policy in pairs}:
-            check_modalities(policy, self._model, self._running.labels)
+            check_policy(policy, layer.traits(modalities))
         rules = [layer.rule(policy) for layer, policy in pairs]
         for layer, rule in zip(self._layers, rules, strict=True):
             on_cpu = layer.modules.device.type == "cpu"
             layer.loads.min_expert_load = rule.min_expert_load[on_cpu] if rule.routes else None
         self._warned = False
-        self._watch_routers([rule.scores for rule in rules])
+        self._watch_routers([rule.needs_scores for rule in rules])
         self._running.follow(rules)
 
     def _watch_routers(self, wanted: Sequence[bool]) -> None:
@@ -196,7 +196,7 @@ class Pace:
         def change(watchers: tuple[tuple[Watcher, Facts], ...]) -> None:
             # first routers are listened to, for the forward that begins in another thread
             running.watched_facts = Facts.union(*(asked for _, asked in watchers))
-            self._watch_routers([rule.scores for rule in running.rules])
+            self._watch_routers([rule.needs_scores for rule in running.rules])
             running.watchers = watchers
 
         def end() -> None:

@@ -16,15 +16,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from paceline.engines.rules import LayerRule
 from paceline.engines.sharing import shares_budget, warn_of_shared_cache, warn_of_sharing
-from paceline.engines.transformers.arguments import cache_of, parameter_names
-from paceline.engines.transformers.context import ForwardContext
-from paceline.engines.transformers.forwards import StandIn, Switch, named_arguments, stand_in
-from paceline.engines.transformers.generation import Generation, GenerationWatch
-from paceline.engines.transformers.labels import UserLabels
-from paceline.engines.transformers.modality import MODALITY_OF_TYPE
-from paceline.engines.transformers.nested import arguments_inside
-from paceline.engines.transformers.rules import LayerRule
+from paceline.engines.transformers.patching import StandIn, Switch, named_arguments, stand_in
+from paceline.engines.transformers.tokens.arguments import cache_of, parameter_names
+from paceline.engines.transformers.tokens.context import ForwardContext
+from paceline.engines.transformers.tokens.generation import Generation, GenerationWatch
+from paceline.engines.transformers.tokens.labels import UserLabels
+from paceline.engines.transformers.tokens.modality import MODALITY_OF_TYPE
+from paceline.engines.transformers.tokens.nested import arguments_inside
 from paceline.facts import NO_FACTS, Facts
 from paceline.routing import Assignment, RoutingInputs
 

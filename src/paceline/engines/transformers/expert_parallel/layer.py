@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.engines.transformers.expert_parallel import ExpertParallel
-from paceline.engines.transformers.expert_parallel_routing import decide, decides
-from paceline.engines.transformers.labels import UserLabels
-from paceline.engines.transformers.layer import AttachedLayer, Leave, ReplacedExperts
-from paceline.engines.transformers.modules import (
+from paceline.engines.rules import LayerRule, layer_rule
+from paceline.engines.transformers.expert_parallel.implementation import ExpertParallel
+from paceline.engines.transformers.expert_parallel.routing import decide, decides
+from paceline.engines.transformers.layers.layer import AttachedLayer, Leave, ReplacedExperts
+from paceline.engines.transformers.layers.modules import (
     EXPERT_PARALLEL,
     LayerModules,
     spread_over_ranks,
 )
-from paceline.engines.transformers.probe import Probe
-from paceline.engines.transformers.rules import LayerRule, layer_rule
-from paceline.engines.transformers.running import Running
+from paceline.engines.transformers.layers.probe import Probe
+from paceline.engines.transformers.state import Running
+from paceline.engines.transformers.tokens.labels import UserLabels
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import Assignment, RoutingInputs
@@ -80,8 +80,7 @@ class ParallelLayer(AttachedLayer):
         """What a policy means for this layer, on this rank."""
         who = decides(policy, self.parallel)
         ranks = self.parallel.link.size if who == "a rank, for a share" else 1
-        together = who == "all ranks together"
-        return layer_rule(policy, self.k, self.num_experts, self.placement, ranks, together)
+        return layer_rule(policy, self.traits(), ranks, shared=who == "all ranks together")
 
     def _route(self, inputs: RoutingInputs, policy: CapacityPolicy) -> Assignment:
         return decide(inputs, policy, self.parallel)

@@ -13,13 +13,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from paceline.engines.transformers.expert_parallel import ExpertParallel
-from paceline.engines.transformers.rules import load_of_a_rank
+from paceline.engines.rules import load_per_rank
+from paceline.engines.transformers.expert_parallel.implementation import ExpertParallel
 from paceline.keeps import registered_keeps
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
-from paceline.routing import Assignment, RoutingInputs, route
+from paceline.routing import Assignment, RoutingInputs
 from paceline.routing.budget import Budget
+from paceline.routing.route import assign
 
 
 def decides(policy: CapacityPolicy, parallel: ExpertParallel) -> str:
@@ -47,21 +48,21 @@ def decide(inputs: RoutingInputs, policy: CapacityPolicy, parallel: ExpertParall
         return route_together(inputs, policy, parallel, placement)
     if who == "a rank, for a share":
         policy = own_share(policy, parallel.link.size, inputs.topk_ids.device.type)
-    return route(inputs, policy, placement)
+    return assign(inputs, policy, placement)
 
 
 @lru_cache(maxsize=64)
 def own_share(policy: CapacityPolicy, ranks: int, device_type: str) -> CapacityPolicy:
     """The policy for one rank's tokens: it sees about one in `ranks` of an expert's tokens."""
     enough = policy.resolved_min_expert_load(device_type)
-    return policy.replace(min_expert_load=load_of_a_rank(enough, ranks))
+    return policy.replace(min_expert_load=load_per_rank(enough, ranks))
 
 
 def route_together(
     inputs: RoutingInputs,
     policy: CapacityPolicy,
     parallel: ExpertParallel,
-    placement: ExpertPlacement | None,
+    placement: ExpertPlacement,
 ) -> Assignment:
     """Decide for the tokens of all ranks alike, in rank order, and take this rank's rows.
 
@@ -104,7 +105,7 @@ def route_together(
         if policy.expand is None:
             norms = _spread(norms, ids, parallel.num_experts)
     flags = flags[:, 0]
-    together = route(
+    together = assign(
         RoutingInputs(
             topk_ids=ids.long(),
             topk_weights=all_weights.contiguous().view(torch.float32).to(weights.dtype),

@@ -21,13 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
-from paceline.engines.transformers.discovery import find_layers
-from paceline.engines.transformers.expert_parallel_link import ExpertParallelError, Link, join
-from paceline.engines.transformers.modules import EXPERT_PARALLEL, LayerModules
+from paceline.engines.transformers.expert_parallel.collectives import Link
+from paceline.engines.transformers.layers.find import find_layers
+from paceline.engines.transformers.layers.modules import EXPERT_PARALLEL, LayerModules
 from paceline.placement import ExpertPlacement
 from paceline.settings import PlacementsLike, placement_for, read_placement
-
-__all__ = ["NAME", "ExpertParallel", "ExpertParallelError", "PacelineEP", "join", "place_experts"]
 
 NAME = "paceline"
 """Of the implementation, as `DistributedConfig.ep_implementation` spells it."""

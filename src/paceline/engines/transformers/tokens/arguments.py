@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.engines.transformers.forwards import argument_names
+from paceline.engines.transformers.patching import argument_names
 
 _CACHES = ("cache", "past_key_values", "cache_params")  # renamed in Transformers 5.2x
 

@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from paceline.engines.transformers.forwards import StandIn, first_argument, stand_in, stands_in
-from paceline.engines.transformers.modules import LayerModules
-from paceline.engines.transformers.running import Running
+from paceline.engines.transformers.layers.modules import LayerModules
+from paceline.engines.transformers.patching import StandIn, first_argument, stand_in, stands_in
+from paceline.engines.transformers.state import Running
 
 
 class RouterWatch:

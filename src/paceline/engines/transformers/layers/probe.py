@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.engines.transformers.forwards import (
+from paceline.engines.transformers.layers.modules import (
+    EXPERT_PARALLEL,
+    LayerModules,
+    spread_over_ranks,
+)
+from paceline.engines.transformers.patching import (
     argument_names,
     bind,
     first_argument,
     replaced_forward,
     undisturbed,
-)
-from paceline.engines.transformers.modules import (
-    EXPERT_PARALLEL,
-    LayerModules,
-    spread_over_ranks,
 )
 from paceline.text import shortened
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from paceline.engines.transformers.arguments import (
+from paceline.engines.transformers.tokens.arguments import (
     cache_of,
     cached_tokens,
     is_padding_mask,
@@ -20,10 +20,10 @@ from paceline.engines.transformers.arguments import (
     real_rows,
     tokens_of,
 )
-from paceline.engines.transformers.generation import Generation
-from paceline.engines.transformers.labels import NO_LABELS, UserLabels
-from paceline.engines.transformers.modality import modality_of, told_apart, tower_modality
-from paceline.engines.transformers.row_flags import both, known_to_be_all, subset_of
+from paceline.engines.transformers.tokens.generation import Generation
+from paceline.engines.transformers.tokens.labels import NO_LABELS, UserLabels
+from paceline.engines.transformers.tokens.modality import modality_of, told_apart, tower_modality
+from paceline.engines.transformers.tokens.row_flags import both, known_to_be_all, subset_of
 from paceline.facts import Facts
 
 _T = TypeVar("_T")

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.engines.transformers.arguments import is_padding_mask, tokens_of
-from paceline.engines.transformers.context import ForwardContext
+from paceline.engines.transformers.tokens.arguments import is_padding_mask, tokens_of
+from paceline.engines.transformers.tokens.context import ForwardContext
 
 
 def arguments_inside(

@@ -1,14 +1,7 @@
-"""A router's scoring rule, found by looking at what it does with random rows.
-
-The gate score s[t, e] is the model's own scoring function of the router's logits, before
-top-k renormalisation and scaling. Whatever an architecture does afterwards, the weights of the
-experts it chose are proportional to their scores, token by token; so the rule is the one for which
-they are.
-"""
+"""A router's scoring rule, found by looking at what it does with random rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,19 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.engines.transformers.modules import LayerModules
-from paceline.engines.transformers.probe import Probe, logits_of, probe
-
-RULES: dict[str, Callable[[Tensor], Tensor]] = {
-    "softmax": lambda logits: logits.softmax(-1),
-    "sigmoid": torch.sigmoid,
-    "sqrt_softplus": lambda logits: F.softplus(logits).sqrt(),
-    "identity": lambda logits: logits,
-    "softplus": F.softplus,
-    "relu": torch.relu,
-    "squared_relu": lambda logits: torch.relu(logits).square(),
-}
-"""Scoring functions of logits [tokens, classes] float32, over all classes of the router."""
+from paceline.engines.scoring import RULES, find_rule
+from paceline.engines.transformers.layers.modules import LayerModules
+from paceline.engines.transformers.layers.probe import Probe, logits_of, probe
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,76 +127,15 @@ def find_scoring(modules: LayerModules, found: Probe, num_experts: int) -> Scori
         # one expert with weight 1 is proportional to anything: look at two of them
         two = _with_two(modules)
         if two is None:
-            return unknown("one expert a token, always weighted alike, hides the scoring rule")
+            return unknown("one expert per token, always weighted alike, hides the scoring rule")
         judged = two
-    rule = _best_rule(judged, num_experts)
-    at, linear = found.logits_at, _linear(modules, found)
-    if rule is not None:
-        return Scoring(rule, True, "", num_experts, at, linear)
-    rule = _rule_with_expert_scale(judged, num_experts)
-    if rule is not None:
-        reason = "its weights carry a factor of each expert, so an extra's is unknown"
-        return Scoring(rule, False, reason, num_experts, at, linear)
-    return unknown("its weights are proportional to no known scoring function of its logits")
-
-
-def _tolerance(weights: Tensor) -> float:
-    return 1e-4 if weights.dtype in (torch.float32, torch.float64) else 2e-2
-
-
-def _best_rule(found: Probe, num_experts: int) -> str | None:
-    """The rule whose scores are most nearly proportional to the weights, if any is."""
-    errors = {name: _disproportion(found, rule, num_experts) for name, rule in RULES.items()}
-    best = min(errors, key=errors.__getitem__)
-    return best if errors[best] < _tolerance(found.weights) else None
-
-
-def _chosen(
-    found: Probe, rule: Callable[[Tensor], Tensor], num_experts: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """[rows, k] weights, scores of the chosen experts (float64), and where both say something."""
-    assert found.logits is not None
-    scores = rule(found.logits.float())[:, :num_experts].double()
-    inside = (found.ids >= 0) & (found.ids < num_experts)
-    chosen = scores.gather(1, found.ids.clamp(0, num_experts - 1).long())
-    weights = found.weights.double()
-    return weights, chosen, inside & (weights != 0) & chosen.isfinite()
-
-
-def _disproportion(found: Probe, rule: Callable[[Tensor], Tensor], num_experts: int) -> float:
-    """Largest relative spread of weight / score within a token (with k = 1, over all tokens)."""
-    weights, chosen, known = _chosen(found, rule, num_experts)
-    if not bool(known.any()) or bool((chosen[known] <= 0).any()):
-        return torch.inf
-    ratio = weights / torch.where(known, chosen, 1)
-    if weights.shape[1] == 1:
-        ratio, known = ratio.T, known.T
-    high = torch.where(known, ratio, -torch.inf).amax(1)
-    low = torch.where(known, ratio, torch.inf).amin(1)
-    spread = (high / low - 1)[known.any(1)]
-    return float(spread.max()) if bool((low[known.any(1)] > 0).all()) else torch.inf
-
-
-def _rule_with_expert_scale(found: Probe, num_experts: int) -> str | None:
-    """The rule for which log(weight / score) is a term of the token plus a term of the expert."""
-    ids = found.ids.long()
-    if ids.shape[1] < 2 or bool((ids >= num_experts).any()):
-        return None
-    for name, rule in RULES.items():
-        weights, chosen, known = _chosen(found, rule, num_experts)
-        if not bool(known.all()) or bool((chosen <= 0).any()) or bool((weights <= 0).any()):
-            continue
-        log = (weights / chosen).log()
-        onehot = F.one_hot(ids, num_experts).double()  # [rows, k, experts]
-        design = (onehot[:, 1:] - onehot[:, :1]).flatten(0, 1)
-        target = (log[:, 1:] - log[:, :1]).flatten()
-        fit = torch.linalg.pinv(design.T @ design) @ (design.T @ target)
-        # enough equations to be a test of the rule, not merely a fit of it
-        if len(target) > num_experts and float((design @ fit - target).abs().max()) < _tolerance(
-            found.weights
-        ):
-            return name
-    return None
+    assert judged.logits is not None
+    rule, expands = find_rule(judged.logits, judged.ids, judged.weights, num_experts)
+    if rule is None:
+        return unknown("its weights are proportional to no known scoring function of its logits")
+    reason = "its weights carry a factor of each expert, so an extra's is unknown"
+    linear = _linear(modules, found)
+    return Scoring(rule, expands, "" if expands else reason, num_experts, found.logits_at, linear)
 
 
 def _constant(weights: Tensor) -> bool:

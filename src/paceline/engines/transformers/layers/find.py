@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from paceline.engines.transformers.modules import ROUTER_NAMES, LayerModules
+from paceline.engines.transformers.layers.modules import ROUTER_NAMES, LayerModules
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EXPERT_CLASS = re.compile(r"(?<!Shared)Experts?(?!Parallel)")

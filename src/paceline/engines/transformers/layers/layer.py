@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from paceline.engines.transformers.context import ForwardContext
-from paceline.engines.transformers.execution import Execution
-from paceline.engines.transformers.forwards import StandIn, argument_names, bind, stand_in
-from paceline.engines.transformers.modules import LayerModules
-from paceline.engines.transformers.probe import Probe
-from paceline.engines.transformers.router_watch import RouterWatch
-from paceline.engines.transformers.rules import LayerRule, layer_rule
-from paceline.engines.transformers.running import Running
-from paceline.engines.transformers.scores import Scoring, find_scoring
+from paceline.engines.rules import ALL_MODALITIES, LayerRule, LayerTraits, layer_rule
+from paceline.engines.transformers.layers.experts import Execution
+from paceline.engines.transformers.layers.modules import LayerModules
+from paceline.engines.transformers.layers.probe import Probe
+from paceline.engines.transformers.layers.router import Scoring, find_scoring
+from paceline.engines.transformers.layers.router_watch import RouterWatch
+from paceline.engines.transformers.patching import StandIn, argument_names, bind, stand_in
+from paceline.engines.transformers.state import Running
+from paceline.engines.transformers.tokens.context import ForwardContext
 from paceline.facts import Facts
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
-from paceline.routing import Assignment, RoutingInputs, route
+from paceline.routing import Assignment, RoutingInputs
 from paceline.routing.priority import token_priorities
+from paceline.routing.route import assign
 from paceline.routing.stats import LoadAccumulator
 from paceline.stand_ins.compensation import Compensation
 from paceline.stand_ins.identity import LayerIdentity, of_experts, of_router
@@ -77,9 +78,9 @@ class AttachedLayer:
         self.router_watch = RouterWatch(modules, running)
         # where only the router could be tried, that the block calls its experts is seen later
         self.ran_block = found.ran_block
-        counted = placement or ExpertPlacement.per_expert(num_experts)
+        self._placement = placement or ExpertPlacement.per_expert(num_experts)
         with torch.inference_mode(False):  # counts go on outside of it
-            self.loads = LoadAccumulator(self.name, counted, self.k, modules.device)
+            self.loads = LoadAccumulator(self.name, self._placement, self.k, modules.device)
 
     @property
     def own_experts(self) -> Sequence[int]:
@@ -119,7 +120,28 @@ class AttachedLayer:
 
     def rule(self, policy: CapacityPolicy) -> LayerRule:
         """What a policy means for this layer."""
-        return layer_rule(policy, self.k, self.num_experts, self.placement)
+        return layer_rule(policy, self.traits())
+
+    def traits(self, modalities: Collection[str] = ALL_MODALITIES) -> LayerTraits:
+        """Return what the layer's policies depend on.
+
+        Args:
+            modalities: that the model or the user can tell apart.
+        """
+        return LayerTraits(
+            name=self.name,
+            k=self.k,
+            placement=self._placement,
+            chosen_scores=self.scoring.rule is not None,
+            all_scores=self.scoring.expands,
+            scores_reason=self.scoring.reason,
+            calibrated=self.compensation is not None,
+            calibration_option="attach with calibration=FOLDER",
+            knows_source=self._running.labels.source is not None,
+            source_option='attach with token_source="sequence", a tensor or a function',
+            modalities=modalities,
+            modalities_reason="this model reads text alone",
+        )
 
     # -- taking the place of experts.forward ------------------------------------------------------
 
@@ -155,7 +177,7 @@ class AttachedLayer:
             if self._replaced is None:
                 return self._original(hidden, ids, weights)
             return self._run(hidden, ids, weights)
-        if not watchers and not self._execution.wide_ids and rule.reads_all(context, ids):
+        if not watchers and not self._execution.wide_ids and rule.is_within_limits(context, ids):
             self.loads.observe(ids, None, self._mass(rule, ids, weights, router))
             return self._run(hidden, ids, weights)
         facts = (
@@ -191,12 +213,12 @@ class AttachedLayer:
         self, rule: LayerRule, ids: Tensor, weights: Tensor, router: tuple[Tensor, Any] | None
     ) -> Tensor:
         """[tokens, k] gate mass of the model's choice, as routing is told it."""
-        if self.scoring.rule is None or not rule.scores or router is None:
+        if self.scoring.rule is None or not rule.needs_scores or router is None:
             return weights
         return self.scoring(*router, ids.shape[0]).gather(1, ids)
 
     def _route(self, inputs: RoutingInputs, policy: CapacityPolicy) -> Assignment:
-        return route(inputs, policy, self.placement)
+        return assign(inputs, policy, self._placement)
 
     def replace_experts(self, replaced: ReplacedExperts | None) -> None:
         """Have experts computed by something else; None: by the layer itself again."""
@@ -258,7 +280,7 @@ class AttachedLayer:
 
         scores = source = position = None
         # not every policy ranks by scores, but all with a factor are told what share they kept
-        if self.scoring.rule is not None and (rule.scores or facts.scores):
+        if self.scoring.rule is not None and (rule.needs_scores or facts.scores):
             if router is None:
                 raise RuntimeError(f"layer {self.name}: its experts ran before its router.")
             scores = self.scoring(*router, rows)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.engines.transformers.arguments import is_padding_mask, tokens_of
+from paceline.engines.transformers.tokens.arguments import is_padding_mask, tokens_of
 
 MODALITY_OF_TYPE = {"image": 1, "video": 2, "audio": 3}
 """Values of Transformers' mm_token_type_ids; 0 is text."""

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.generic import GeneralInterface
 
-from paceline.engines.transformers.forwards import undisturbed
-from paceline.engines.transformers.modules import LayerModules
-from paceline.engines.transformers.probe import Probe
+from paceline.engines.transformers.layers.modules import LayerModules
+from paceline.engines.transformers.layers.probe import Probe
+from paceline.engines.transformers.patching import undisturbed
 
 _WITH_SENTINEL = ("grouped_mm", "deepgemm", "sonicmoe")
 """Implementations that skip sentinels while `_is_expert_parallel` is set."""

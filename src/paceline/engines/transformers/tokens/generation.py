@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from transformers.generation import StoppingCriteriaList
 
-from paceline.engines.transformers.forwards import StandIn, Switch, stand_in
+from paceline.engines.transformers.patching import StandIn, Switch, stand_in
 
 
 class Generation:
