@@ -285,7 +285,7 @@ def plugin(bench: Bench, shape: tuple[int, int, int]) -> dict[str, Any]:
     )  # fmt: skip
     for change in changes:
         policy = start.replace(**change)
-        cap.follow(policy)
+        cap.set_policy(policy)
         for real in (tokens, tokens // 3):
             valid.copy_(torch.arange(tokens, device=bench.device) < real)
             replay()
@@ -297,7 +297,7 @@ def plugin(bench: Bench, shape: tuple[int, int, int]) -> dict[str, Any]:
             assert torch.equal(ids.cpu(), torch.where(lost, -1, chosen.cpu()).int()), change
             assert torch.equal(weights.cpu() == 0, lost), change
             checked += int(lost.sum())
-    cap.follow(None)
+    cap.set_policy(None)
     replay()
     assert torch.equal(ids, chosen.int())
     inner = 1 if bench.dry else 20

@@ -1,7 +1,7 @@
 """The cap on an accelerator: no host sync, static shapes, and adjustable inside CUDA graphs.
 
 A captured graph replays kernels and runs no Python, so everything that may change while a server
-runs lies in device memory: a table of capacities by number of real tokens, which the host fills with
+runs lies in device memory: a table of capacities by number of real tokens, filled by the host with
 exact fractions; the number of experts that max_active lets a device read, and the number of tokens
 below which it does; and a flag that enforces the drops. Never run on CUDA.
 """

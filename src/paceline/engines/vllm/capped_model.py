@@ -74,10 +74,14 @@ class CappedModel:
             "paceline caps %d MoE layers of this worker with %s, on %d devices",
             len(self.layers), self.layers[0].policy, self.layers[0].units.num_devices,
         )  # fmt: skip
-        if rank == 0 and any(policy is not None and policy.caps for policy in self._start_policies()):
+        if rank == 0 and any(
+            policy is not None and policy.caps for policy in self._start_policies()
+        ):
             self._warn_if_little_is_saved()
             if config.cache_config.enable_prefix_caching and not self.accepted:
-                warn_of_shared_cache("give each user a cache_salt, or say --no-enable-prefix-caching")
+                warn_of_shared_cache(
+                    "give each user a cache_salt, or say --no-enable-prefix-caching"
+                )
 
     # -- policies ---------------------------------------------------------------------------------
 
@@ -128,7 +132,7 @@ class CappedModel:
         return list(policies) if len(policies) > 1 else [policies[0]] * len(self.layers)
 
     def _with_pool(self, policy: CapacityPolicy | None) -> CapacityPolicy | None:
-        """Return the policy; under data parallelism its pool, unless it was named, is the source."""
+        """Return the policy; under data parallelism its default pool is the source."""
         several = self.layers[0].ranks.data_ranks > 1
         if policy is None or not several or "pool" in policy.model_fields_set:
             return policy
@@ -230,18 +234,8 @@ class CappedModel:
             data_ranks=parallel.dp_size,
             counts=manager.ep_size > 1 or parallel.tp_rank == 0,
         )
-        layer = CappedLayer(
-            name=runner.layer_name,
-            index=index,
-            router=runner.router,
-            k=runner.router.top_k,
-            placement=placement_of(runner, index, self._settings),
-            num_experts=runner.router.global_num_experts,
-            ranks=ranks,
-            prompt_lengths=self._prompt_lengths,
-            cost=cost_of(runner),
-            slots=runner.router.paceline_slots,
-        )
+        placement = placement_of(runner, index, self._settings)
+        layer = CappedLayer(runner, index, placement, ranks, self._prompt_lengths, cost_of(runner))
         if not current_platform.is_cpu():
             policies = self._settings.policies
             layer.on_device = DeviceCap(

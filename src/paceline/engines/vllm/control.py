@@ -57,7 +57,20 @@ class LayerCounts(BaseModel):
     device_peak_to_mean_after: float
 
 
-class WorkerState(BaseModel):
+class PolicyState(BaseModel):
+    """Policy in force."""
+
+    policy: str | None = Field(description="Short form; null if layers differ, or off.")
+    fields: dict[str, Any] | None = Field(description="Fields of the policy.")
+    policies: list[str | None] | None = Field(description="One per layer, if they differ.")
+    off: bool = Field(description="Neither caps nor counts.")
+    enforced: bool
+    min_expert_load: float | None = Field(
+        description="Mean rows per expert below which nothing is capped."
+    )
+
+
+class WorkerState(PolicyState):
     """Policy in force in one worker, and its counts over all its layers."""
 
     rank: int
@@ -65,31 +78,17 @@ class WorkerState(BaseModel):
     devices: int
     expert_rank: int
     data_ranks: int
-    off: bool = Field(description="Neither caps nor counts.")
-    policy: str | None = Field(description="Short form; null if layers differ, or off.")
-    fields: dict[str, Any] | None = Field(description="Fields of the policy.")
-    policies: list[str | None] | None = Field(description="One per layer, if they differ.")
-    min_expert_load: float | None = Field(
-        description="Mean rows per expert below which nothing is capped."
-    )
     forwards: int
     capped_forwards: int
     assignments: int
     dropped: int
     dropped_computed: int = Field(description="Dropped, but computed with weight 0.")
-    enforced: bool
     by_layer: list[LayerCounts]
 
 
-class ServerState(BaseModel):
-    """State of the first worker, and of every worker."""
+class ServerState(PolicyState):
+    """Policy in force in the first worker, and the state of every worker."""
 
-    policy: str | None
-    fields: dict[str, Any] | None
-    policies: list[str | None] | None
-    off: bool
-    enforced: bool
-    min_expert_load: float | None
     agree: bool = Field(description="True if all workers have the same policy in force.")
     workers: list[WorkerState]
 
@@ -345,4 +344,4 @@ def recordings(workers: list[dict[str, Any] | None]) -> Recordings:
     for trace in traces:
         if "error" in trace:
             raise Refused(500, f"The trace is cut off: {trace['error']}")
-    return Recordings(traces=traces)
+    return Recordings(traces=[Recording(**trace) for trace in traces])

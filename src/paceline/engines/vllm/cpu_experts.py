@@ -2,9 +2,9 @@
 
 The kernel cannot skip an id: neither a dropped slot nor, under expert parallelism, an expert of
 another rank may reach it. If every slot stays, the kernel is called as vLLM calls it. Otherwise it
-is called with one row per kept pair: inputs are gathered, and the outputs of a token's pairs are
-summed. Per pair that takes about as long as a fixed number of columns of an expert's width,
-whatever the hidden size, since both grow with it. So it saves time only if enough pairs are dropped.
+gets one row per kept pair: inputs are gathered, and the outputs of a token's pairs are summed. Per
+pair that takes about as long as a fixed number of columns of an expert's width, whatever the hidden
+size, since both grow with it. So it saves time only if enough pairs are dropped.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from torch import Tensor
 
 PAIR_COST = {"amx": 200, "vec": 64}
 """Kernel -> columns of an expert's width that take as long as to gather a pair and to add it up.
-Measured by benchmarks/vllm_kernel.py at the share of dropped pairs for which both ways take equally
-long: 45 to 90 in float32 (vec) and 80 to 260 in bfloat16 (amx), with experts of width 64 to 1,024 on
-one core of a Xeon."""
+benchmarks/vllm_kernel.py measured, where both ways take equally long, 45 to 90 in float32 (vec) and
+80 to 260 in bfloat16 (amx), with experts of width 64 to 1,024 on one core of a Xeon."""
 
 LITTLE_WORK = 1 << 23
-"""Multiply-adds of a matrix that a layer's experts do in about half a millisecond: below it both ways
-take equally long, so the rows that are computed may as well be those that are counted."""
+"""Multiply-adds of a matrix that a layer's experts do in about half a millisecond: below it both
+ways take equally long, and the rows computed may as well be the rows counted."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class ExpertCost:
 
     @property
     def pair_cost(self) -> int:
-        """Entry of `PAIR_COST`; for a kernel that was never measured, that of the one without AMX."""
+        """Entry of `PAIR_COST`, that of "vec" for a kernel that was never measured."""
         return PAIR_COST.get(self.isa, PAIR_COST["vec"])
 
     @property
@@ -100,6 +99,13 @@ def fused_experts(
         activation, isa: names for the kernel.
         weighs_inputs: True if the inputs are multiplied by the weights already.
     """
+
+    def kernel(output: Tensor, hidden: Tensor, weights: Tensor, ids: Tensor) -> None:
+        torch.ops._C.cpu_fused_moe(
+            output, hidden, w13, w2, w13_bias, w2_bias, weights.contiguous(), ids.contiguous(),
+            weighs_inputs, activation, isa,
+        )  # fmt: skip
+
     if expert_map is not None:
         # a dropped slot looks up expert 0, and stays dropped
         local = expert_map[ids.clamp(min=0)].to(ids.dtype)
@@ -114,8 +120,7 @@ def fused_experts(
                 ids, weights, kept = ids[:, :used], weights[:, :used], kept[:, :used]
                 whole = kept.all()
     if whole:
-        _kernel(output, hidden, w13, w2, w13_bias, w2_bias, weights, ids,
-                activation, isa, weighs_inputs)  # fmt: skip
+        kernel(output, hidden, weights, ids)
         return
     index = torch.from_numpy(kept.ravel().nonzero()[0])
     rows, pairs = hidden.shape[0], len(index)
@@ -126,32 +131,12 @@ def fused_experts(
     inputs = _buffer("inputs", (pairs, hidden.shape[1]), hidden)
     torch.index_select(hidden, 0, token, out=inputs)
     results = _buffer("results", (pairs, output.shape[1]), output)
-    _kernel(results, inputs, w13, w2, w13_bias, w2_bias,
-            weights.reshape(-1)[index].unsqueeze(1), ids.reshape(-1)[index].unsqueeze(1),
-            activation, isa, weighs_inputs)  # fmt: skip
+    weights, ids = (flat.reshape(-1)[index].unsqueeze(1) for flat in (weights, ids))
+    kernel(results, inputs, weights, ids)
     starts = torch.zeros(rows, dtype=torch.int64)
     starts[1:] = torch.from_numpy(kept.sum(1)).cumsum(0)[:-1]
     summed = torch.nn.functional.embedding_bag(torch.arange(pairs), results, starts, mode="sum")
     output.copy_(summed)
-
-
-def _kernel(
-    output: Tensor,
-    hidden: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    w13_bias: Tensor | None,
-    w2_bias: Tensor | None,
-    weights: Tensor,
-    ids: Tensor,
-    activation: str,
-    isa: str,
-    weighs_inputs: bool,
-) -> None:
-    weights, ids = weights.contiguous(), ids.contiguous()
-    torch.ops._C.cpu_fused_moe(
-        output, hidden, w13, w2, w13_bias, w2_bias, weights, ids, weighs_inputs, activation, isa
-    )
 
 
 def _buffer(name: str, shape: tuple[int, int], like: Tensor) -> Tensor:

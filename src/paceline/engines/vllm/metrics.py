@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -70,14 +71,9 @@ class Publisher:
         self._computed: dict[str, int] = {}
         self._capped = 0
         self._policy = ""
-        self._stop = threading.Event()
         self._lock = threading.Lock()
         self.publish()
         threading.Thread(target=self._run, name="paceline-metrics", daemon=True).start()
-
-    def close(self) -> None:
-        """Stop publishing."""
-        self._stop.set()
 
     def publish(self) -> None:
         """Add to the metrics what was counted since the last time."""
@@ -149,7 +145,8 @@ class Publisher:
         (counter.labels(*labels) if labels else counter).inc(max(more, 0))
 
     def _run(self) -> None:
-        while not self._stop.wait(EVERY):
+        while True:
+            time.sleep(EVERY)
             self.publish()
 
 

@@ -1,6 +1,6 @@
-"""Entry point of the group `vllm.general_plugins`: does nothing unless the environment sets a policy.
+"""Entry point of the group `vllm.general_plugins`; idle without a policy in the environment.
 
-Before it patches vLLM it checks by name and signature the parts of vLLM that the plugin depends on.
+Before it patches vLLM it checks by name and signature the parts of vLLM that it depends on.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ NEEDED: dict[str, Sequence[str]] = {
         "global_num_experts",
         "scoring_func",
         "custom_routing_function",
-        "eplb_state"
+        "eplb_state",
     ),
     f"{_BASE_ROUTER}._select_experts": (
         "self",
         "hidden_states",
         "router_logits",
         "topk_indices_dtype",
-        "input_ids"
+        "input_ids",
     ),
     f"{_BASE_ROUTER}._apply_eplb_mapping": ("self", "topk_ids"),
     f"{_RUNNER}.__init__": ("self", "layer_name", "moe_config", "router", "routed_experts"),
@@ -50,7 +50,7 @@ NEEDED: dict[str, Sequence[str]] = {
         "topk_ids",
         "activation",
         "global_num_experts",
-        "expert_map"
+        "expert_map",
     ),
     "vllm.model_executor.model_loader.base_loader:process_weights_after_loading": ("model",),
     "vllm.forward_context:ForwardContext": ("attn_metadata", "dp_metadata", "is_padding"),
@@ -60,7 +60,7 @@ NEEDED: dict[str, Sequence[str]] = {
         "op_func",
         "mutates_args",
         "fake_impl",
-        "target_lib"
+        "target_lib",
     ),
     "vllm.utils.torch_utils:_encode_layer_name": ("layer_name",),
     "vllm.v1.worker.worker_base:WorkerBase.load_model": ("self",),
@@ -116,11 +116,7 @@ def check_version(needed: dict[str, Sequence[str]] = NEEDED) -> str:
         UnsupportedVllm: naming the version and what is missing.
     """
     name, found = installed()
-    missing = [
-        what
-        for where, names in needed.items()
-        if (what := _missing(where, names))
-    ]
+    missing = [what for where, names in needed.items() if (what := _missing(where, names))]
     supported = ", ".join(f"{name} {v}" for name, versions in RUN_WITH.items() for v in versions)
     known = found.split("+")[0] in RUN_WITH[name]
     if missing:

@@ -142,7 +142,9 @@ def _identity(name: str, runner: Any, experts: list[int]) -> LayerIdentity:
             f"{CALIBRATION} is not allowed with this model: the router of {runner.layer_name} was "
             "not found."
         )
-    split = runner.moe_config.moe_parallel_config.tp_size > 1  # parts have no fingerprint to compare
+    split = (
+        runner.moe_config.moe_parallel_config.tp_size > 1
+    )  # parts have no fingerprint to compare
     return LayerIdentity(
         name=name,
         k=runner.router.top_k,

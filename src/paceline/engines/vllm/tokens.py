@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -32,48 +33,47 @@ class Batch:
     tokens: int = 0
     everywhere: int = 0
     metadata: Any = None
-    _known: dict[str, Tensor] = field(default_factory=dict)
 
-    @property
-    def starts(self) -> Tensor:
-        """[requests + 1] int64 first row of each request, and the end of the last.
+    @cached_property
+    def _starts_and_computed(self) -> tuple[Tensor, Tensor] | None:
+        layers = self.metadata.values() if isinstance(self.metadata, dict) else ()
+        for layer in layers:
+            starts = getattr(layer, "query_start_loc", None)
+            lengths = getattr(layer, "seq_lens", None)
+            if isinstance(starts, Tensor) and isinstance(lengths, Tensor):
+                starts = starts.long()
+                return starts, lengths.long()[: len(starts) - 1] - starts.diff()
+        return None
+
+    def _requests(self) -> tuple[Tensor, Tensor]:
+        """Return [requests + 1] first rows and the end, and [requests] tokens computed earlier.
 
         Raises:
             RuntimeError: if no attention layer has them.
         """
-        self._read_requests()
-        return self._known["starts"]
-
-    @property
-    def computed(self) -> Tensor:
-        """[requests] int64 tokens of each request computed earlier; raises as `starts` does."""
-        self._read_requests()
-        return self._known["computed"]
+        if self._starts_and_computed is None:
+            raise RuntimeError(
+                "paceline: this policy needs the requests, which vLLM's attention metadata lacks."
+            )
+        return self._starts_and_computed
 
     @property
     def requests(self) -> int:
         """Number of requests in the forward, 0 if it is unknown."""
-        try:
-            return len(self.starts) - 1
-        except RuntimeError:
-            return 0
+        known = self._starts_and_computed
+        return 0 if known is None else len(known[0]) - 1
 
-    @property
+    @cached_property
     def request(self) -> Tensor:
         """[rows] int64 index of each token's request; padding has the last one's."""
-        if "request" not in self._known:
-            row = torch.arange(self.rows)
-            index = torch.searchsorted(self.starts[1:], row, right=True)
-            self._known["request"] = index.clamp(max=max(self.requests - 1, 0))
-        return self._known["request"]
+        index = torch.searchsorted(self._requests()[0][1:], torch.arange(self.rows), right=True)
+        return index.clamp(max=max(self.requests - 1, 0))
 
-    @property
+    @cached_property
     def position(self) -> Tensor:
         """[rows] int64 position of each token in its sequence."""
-        if "position" not in self._known:
-            within = torch.arange(self.rows) - self.starts[self.request]
-            self._known["position"] = self.computed[self.request] + within
-        return self._known["position"]
+        starts, computed = self._requests()
+        return computed[self.request] + torch.arange(self.rows) - starts[self.request]
 
     def decode(self, prompt_lengths: Tensor) -> Tensor:
         """Return [rows] bool, True for tokens of requests that have computed their whole prompt.
@@ -81,23 +81,7 @@ class Batch:
         Args:
             prompt_lengths: [requests] int64.
         """
-        return (self.computed >= prompt_lengths)[self.request]
-
-    def _read_requests(self) -> None:
-        if "starts" in self._known:
-            return
-        layers = self.metadata.values() if isinstance(self.metadata, dict) else ()
-        for layer in layers:
-            starts = getattr(layer, "query_start_loc", None)
-            lengths = getattr(layer, "seq_lens", None)
-            if isinstance(starts, Tensor) and isinstance(lengths, Tensor):
-                starts = starts.long()
-                self._known["starts"] = starts
-                self._known["computed"] = lengths.long()[: len(starts) - 1] - starts.diff()
-                return
-        raise RuntimeError(
-            "paceline: this policy needs the requests, which vLLM's attention metadata does not have."
-        )
+        return (self._requests()[1] >= prompt_lengths)[self.request]
 
 
 def current_batch(rows: int) -> Batch:
@@ -122,7 +106,7 @@ def current_batch(rows: int) -> Batch:
 
 
 def padding_of_forward() -> Tensor | None:
-    """Return [rows] bool, True for padding, in memory that a captured graph reads; None: no padding."""
+    """Return [rows] bool, True for padding, in memory that a captured graph reads, if any."""
     padding: Tensor | None = get_forward_context().is_padding
     return padding
 
