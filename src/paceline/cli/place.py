@@ -75,14 +75,15 @@ def place(
       paceline place sample:esft_v2lite_law --devices 8 --out plan.toml
       paceline place trace/ --judge other-trace/ --devices 8 --replicas 8 --model-config model/
     """
+    from paceline.analysis.cost import layer_shape
     from paceline.analysis.expert_map_files import write_maps
     from paceline.analysis.hardware import BYTES
-    from paceline.analysis.model_config import expert_groups, hidden_layers, layer_shape
     from paceline.analysis.placing import Wanted
     from paceline.analysis.placing import place as search
     from paceline.analysis.plan_judge import layer_plan
     from paceline.cli.progress import progress
     from paceline.cli.trace_options import read_trace
+    from paceline.model_config import read_model_config
 
     for name, folder in (("--out", out and out.parent), ("--maps", maps and maps.parent)):
         if folder is not None and not folder.absolute().is_dir():
@@ -90,8 +91,9 @@ def place(
     if precision is not None and precision not in BYTES:
         raise ValueError(f"--precision must be one of {', '.join(BYTES)}, got {precision}")
     if model_config is not None:
-        groups = expert_groups(model_config) if groups is None else groups
-        layers = layers or hidden_layers(model_config)
+        config = read_model_config(model_config)
+        groups = config.expert_groups if groups is None else groups
+        layers = layers or config.hidden_layers
     wanted = Wanted(devices, replicas, 1 if groups is None else groups, nodes)
 
     def read(name: str) -> Trace:

@@ -58,13 +58,14 @@ def plan(
       paceline plan trace/ --model-config model/ --devices 8 --hardware h100 --out plan.toml
       paceline plan monday/ --judge friday/ --model-config model/ --max-mass-loss 0.5%
     """
+    from paceline.analysis.cost import layer_shape
     from paceline.analysis.hardware import BYTES, hardware_of, linked
-    from paceline.analysis.model_config import expert_groups, layer_shape
     from paceline.analysis.placing import Wanted
     from paceline.analysis.plan_goal import Goal
     from paceline.analysis.planner import make_plan
     from paceline.cli.progress import progress
     from paceline.cli.trace_options import read_trace
+    from paceline.model_config import read_model_config
 
     if out is not None and not out.absolute().parent.is_dir():
         raise ValueError(f"--out {out}: there is no folder {out.parent}")
@@ -74,7 +75,12 @@ def plan(
         raise ValueError(f"--link must be above 0, got {link}")
     device = linked(hardware_of(hardware), None if link is None else link * 1e9, None)
     goal = Goal(
-        Wanted(devices, replicas, expert_groups(model_config) if groups is None else groups, nodes),
+        Wanted(
+            devices,
+            replicas,
+            read_model_config(model_config).expert_groups if groups is None else groups,
+            nodes,
+        ),
         layer_shape(model_config, precision or device.precision or None),
         device,
         _share("--max-mass-loss", max_mass_loss),

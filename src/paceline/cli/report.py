@@ -224,14 +224,15 @@ def _linked(plan: Any, page: Path | None) -> dict[str, str | None]:
 
 def _goal(config: Path, hardware: str, devices: int) -> Goal:
     """What the planner is asked, where the page also decides."""
+    from paceline.analysis.cost import layer_shape
     from paceline.analysis.hardware import hardware_of
-    from paceline.analysis.model_config import expert_groups, layer_shape
     from paceline.analysis.placing import Wanted
     from paceline.analysis.plan_goal import Goal
+    from paceline.model_config import read_model_config
 
     device = hardware_of(hardware)
     return Goal(
-        Wanted(devices, groups=expert_groups(config)),
+        Wanted(devices, groups=read_model_config(config).expert_groups),
         layer_shape(config, device.precision or None),
         device,
     )
