@@ -193,9 +193,9 @@ def read_model_config(path: Path) -> ModelConfig:
     try:
         fields = json.loads(read_plain(file, MOST_SETTINGS).decode("utf-8"))
     except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror}.") from None
+        raise ValueError(f"{file} can't be read: {error.strerror}.") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} cannot be read: {shortened(str(error), 200)}.") from None
+        raise ValueError(f"{file} can't be read: {shortened(str(error), 200)}.") from None
     if not isinstance(fields, dict):
         raise ValueError(f"{file} must hold a JSON object, got {type(fields).__name__}.")
     return ModelConfig(str(file), fields)

@@ -262,10 +262,10 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
 
 
 def test_folders_that_hold_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"config.json cannot be read"):
+    with pytest.raises(ValueError, match=r"config.json can't be read"):
         open_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config.json cannot be read"):
+    with pytest.raises(ValueError, match=r"config.json can't be read"):
         open_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match="must hold a JSON object, got list"):
