@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.demo.assets import shipped_decode
-from paceline.reporting.decode_figure import decode_figure, decode_words
+from paceline.reporting.quality_figures import decode_figure, decode_words
 
 ROOT = Path(__file__).parent.parent
 DEVICES, HOSTED, K = 3, 4, 3

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from paceline.files import to_json, write_text
-from paceline.reporting.figures import FLOOR, relative, scatter
+from paceline.reporting.figures import relative
 from paceline.reporting.load_map import load_map
-from paceline.reporting.page import render
+from paceline.reporting.pages import render
+from paceline.reporting.quality_figures import FLOOR, scatter
 from paceline.reporting.style import load_colours
 from paceline.system_info import system_info
 from paceline.text import percent, signed_percent, times
