@@ -189,12 +189,12 @@ def measure(
     return times
 
 
-def against_floor(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+def against_floor(times: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
     """Return name -> ratio to the floor of the same round (min, median, max), and the time."""
     base = times["floor"]
-    table = {}
+    table: dict[str, dict[str, Any]] = {}
     for name, own in times.items():
-        table[name] = ratios(own, base) | {"microseconds": spread(own)["median"] * 1e6}
+        table[name] = {**ratios(own, base), "microseconds": spread(own)["median"] * 1e6}
     return table
 
 
