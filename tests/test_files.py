@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.files import whole_file
+from paceline.files import atomic_file
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "paceline"
 
@@ -20,10 +20,10 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "paceline"
 WRITER = """
 import sys
 from pathlib import Path
-from paceline.files import whole_file
+from paceline.files import atomic_file
 path = Path(sys.argv[1])
 for number in range(10**9):
-    with whole_file(path) as file, file.open("w") as handle:
+    with atomic_file(path) as file, file.open("w") as handle:
         for _ in range(1 + number % 7):
             handle.write("abcdefg"[number % 7] * 200_000)
             handle.flush()
@@ -53,7 +53,7 @@ def test_a_killed_writer_leaves_a_whole_file(tmp_path: Path) -> None:
 def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
-    with pytest.raises(UnicodeEncodeError), whole_file(path) as file:
+    with pytest.raises(UnicodeEncodeError), atomic_file(path) as file:
         file.write_text("half" + 9000 * "x" + chr(0xD800), encoding="utf-8")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
@@ -102,7 +102,7 @@ def test_a_disk_that_is_full_is_one_sentence_that_names_the_file(
 def test_an_open_file_is_open_to_others_as_the_process_says(tmp_path: Path) -> None:
     former = os.umask(0o027)
     try:
-        with whole_file(tmp_path / "file", private=False) as file:
+        with atomic_file(tmp_path / "file", private=False) as file:
             file.write_text("new")
     finally:
         os.umask(former)
@@ -115,7 +115,7 @@ WHOLE_FOLDERS = {"checkpoint/reorder.py", "engines/vllm/command.py", "files.py"}
 
 
 def test_nothing_is_written_beside_whole_files() -> None:
-    """Every call that writes a file stands inside `with whole_file(...)`, or in a whole folder."""
+    """Every call that writes a file stands inside `with atomic_file(...)`, or in a whole folder."""
     found = []
     for path in sorted(SOURCE.rglob("*.py")):
         name = str(path.relative_to(SOURCE))
@@ -127,7 +127,7 @@ def test_nothing_is_written_beside_whole_files() -> None:
 def _bare_writes(node: ast.AST, inside: bool = False) -> list[int]:
     if isinstance(node, ast.With):
         calls = [item.context_expr for item in node.items]
-        inside |= any(isinstance(c, ast.Call) and _name(c).endswith("whole_file") for c in calls)
+        inside |= any(isinstance(c, ast.Call) and _name(c).endswith("atomic_file") for c in calls)
     lines = []
     if isinstance(node, ast.Call) and not inside and _writes(node):
         lines.append(node.lineno)

@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
 
-from paceline.files import save_tensors, whole_file
+from paceline.files import atomic_file, save_tensors
 from paceline.traces.chunk import Chunk
 from paceline.traces.format import (
     CHUNK_KEY,
@@ -112,9 +112,9 @@ class TraceWriter:
 
     @contextmanager
     def _whole_file(self, name: str) -> Iterator[Path]:
-        """`whole_file`, which says which disk doesn't take it."""
+        """`atomic_file`, which says which disk doesn't take it."""
         try:
-            with whole_file(self.folder / name) as file:
+            with atomic_file(self.folder / name) as file:
                 yield file
         except OSError as error:
             reason = error.strerror or error
