@@ -79,7 +79,7 @@ class TraceWriter:
                 "batches must be smaller, or of choices instead of scores."
             )
         metadata = {CHUNK_KEY: self.header.identity, "chunk": str(self.chunks)}
-        with self._whole_file(chunk_name(self.chunks)) as file:
+        with self._atomic_file(chunk_name(self.chunks)) as file:
             save_tensors(tensors, file, metadata)
         self.chunks += 1
 
@@ -107,11 +107,11 @@ class TraceWriter:
 
     def _write_header(self) -> None:
         text = self.header.model_dump_json(indent=1) + "\n"
-        with self._whole_file(HEADER) as file:
+        with self._atomic_file(HEADER) as file:
             file.write_text(text, encoding="utf-8")
 
     @contextmanager
-    def _whole_file(self, name: str) -> Iterator[Path]:
+    def _atomic_file(self, name: str) -> Iterator[Path]:
         """`atomic_file`, which says which disk doesn't take it."""
         try:
             with atomic_file(self.folder / name) as file:
