@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline.engines.transformers import Pace, attach
     from paceline.placement import ExpertPlacement
+    from paceline.plan import Plan
     from paceline.policy import CapacityPolicy
     from paceline.policy_text import PolicyError
     from paceline.routing import Assignment, RoutingInputs, register_keep, route
@@ -18,6 +19,7 @@ _HOME = {
     "CapacityPolicy": "paceline.policy",
     "ExpertPlacement": "paceline.placement",
     "Pace": "paceline.engines.transformers",
+    "Plan": "paceline.plan",
     "PolicyError": "paceline.policy_text",
     "RoutingInputs": "paceline.routing",
     "attach": "paceline.engines.transformers",
@@ -30,6 +32,7 @@ __all__ = [
     "CapacityPolicy",
     "ExpertPlacement",
     "Pace",
+    "Plan",
     "PolicyError",
     "RoutingInputs",
     "attach",

@@ -51,8 +51,8 @@ class ExpertPlacement:
             device = whole_number(host)
             if device is None or not 0 <= device < count:
                 raise ValueError(
-                    f"expert_to_device[{expert}] must be a device from 0 to {count - 1}, got "
-                    f"{shortened(host)}"
+                    f"expert_to_device[{expert}] must be a device from 0 to {count - 1}, with "
+                    f"num_devices={count}, got {shortened(host)}"
                 )
             devices.append(device)
         if not devices:

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import tomli_w
-
-from paceline.files import MOST_SETTINGS, read_plain, whole_file
-from paceline.placement import ExpertPlacement
-from paceline.plan_fields import (
-    MODEL_FIELDS,
-    VERSION,
-    PlanError,
-    count,
-    given_placement,
-    given_policy,
-    given_slots,
-    placement_fields,
-    put,
-    read,
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    PlainValidator,
+    StrictInt,
+    ValidationError,
+    field_validator,
+    model_validator,
 )
+
+from paceline.files import MOST_SETTINGS, atomic_file, read_plain
+from paceline.numbers import whole_number
+from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
+from paceline.policy_text import PolicyError
 from paceline.text import shortened
 
 if sys.version_info >= (3, 11):
@@ -33,107 +32,199 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+VERSION = 1
+"""Version of the file format."""
 
-@dataclass(frozen=True)
-class Plan:
-    """What is decided about the MoE layers of a model.
+_MODEL_FIELDS = ("layers", "experts", "k")
+_FILE_FIELDS = (
+    "version", "calibration", "model", "policy", "policies", "placement", "placements", "slots",
+)  # fmt: skip
+_COUNT = "a whole number >= 1"
+_ALLOWED = {
+    "policies": "a list of policies, one for all layers or one per layer",
+    "policies[]": "a capacity policy",
+    "placements": "a list of placements, one for all layers or one per layer",
+    "placements[]": "a placement or a number of devices >= 1",
+    "slots": "a list of rows, one for all layers or one per layer",
+    "slots[]": "a row of experts as whole numbers",
+    "calibration": "the name of a folder",
+    **dict.fromkeys(_MODEL_FIELDS, _COUNT),
+}
+T = TypeVar("T")
+
+
+class PlanError(ValueError):
+    """A plan that can't be read or doesn't fit a model: one sentence naming file and field."""
+
+
+def _count(value: Any) -> int:
+    count = whole_number(value)
+    if count is None or count < 1:
+        raise ValueError(f"must be {_COUNT}")
+    return count
+
+
+def _placement(value: Any) -> ExpertPlacement | int:
+    """Check a placement: itself, a number of devices, or its table in a file."""
+    if isinstance(value, ExpertPlacement):
+        return value
+    if not isinstance(value, dict):
+        return _count(value)
+    devices, experts = value.get("num_devices"), value.get("expert_to_device")
+    if set(value) - {"num_devices", "expert_to_device"} or (devices is None and experts is None):
+        raise PlanError(
+            f"placement must have the fields num_devices and expert_to_device, or one of them, "
+            f"got {shortened(sorted(value))}."
+        )
+    if devices is not None and whole_number(devices) is None:
+        raise PlanError(f"num_devices must be {_COUNT}, got {shortened(devices)}.")
+    if experts is None:
+        return _count(devices)
+    if not isinstance(experts, list) or any(type(device) is not int for device in experts):
+        raise PlanError(
+            f"expert_to_device must be a list of one device per expert, got {shortened(experts)}."
+        )
+    try:
+        return ExpertPlacement.explicit(experts, devices)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+
+
+Count = Annotated[int, BeforeValidator(_count)]
+
+
+class Plan(BaseModel):
+    """Decisions about the MoE layers of a model.
 
     Attributes:
-        policies: one for all layers, or one a layer; empty: none is named.
+        policies: one for all layers, or one per layer; empty: the plan names none.
         placements: likewise; a whole number is that many devices over which experts are spread in
             order.
         layers: MoE layers of the model that the plan was made for; None: any.
-        experts: experts of each of its layers; None: any.
-        k: experts a token; None: any.
-        slots: expert of every slot of a layer, one row for all layers or one a layer, for engines
+        experts: experts per layer; None: any.
+        k: experts per token; None: any.
+        slots: expert of every slot of a layer, one row for all layers or one per layer, for engines
             that replicate experts; the slots lie on the devices in order, and are what such an
             engine routes to. Empty: every expert has one place.
         calibration: folder of the calibration, relative to the plan's file.
-        folder: of the plan's file, None where it has none.
+        folder: of the plan's file, None where it has none; plans that differ in it alone are equal.
 
     Raises:
-        PlanError: if a field is not what it should be, or there is neither one policy (or
-            placement) nor one a layer.
+        PlanError: naming the field, its value and what it must be, or that there is neither one
+            policy (or placement) for all layers nor one per layer.
 
     Examples:
         >>> Plan((CapacityPolicy(capacity_factor=1.25),), (8,)).policy_of(3).capacity_factor
         1.25
     """
 
-    policies: tuple[CapacityPolicy, ...] = ()
-    placements: tuple[ExpertPlacement | int, ...] = ()
-    layers: int | None = None
-    experts: int | None = None
-    k: int | None = None
-    slots: tuple[tuple[int, ...], ...] = ()
-    calibration: str | None = None
-    folder: Path | None = field(default=None, compare=False)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
-    def __post_init__(self) -> None:
-        for name in MODEL_FIELDS:
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, count(f"model.{name}", getattr(self, name)))
-        if not isinstance(self.calibration, str | None):
-            raise PlanError(
-                f"plan: calibration={shortened(self.calibration)} is not allowed: it is the name "
-                "of a folder."
-            )
-        for name in ("policies", "placements"):
-            values: Any = getattr(self, name)
-            if not isinstance(values, (list, tuple)):
-                raise PlanError(
-                    f"plan: {name} is a {type(values).__name__}: allowed is a tuple with one for "
-                    "all layers, or one a layer."
-                )
-            given = given_policy if name == "policies" else given_placement
-            object.__setattr__(self, name, tuple(map(given, range(len(values)), values)))
-        object.__setattr__(self, "slots", given_slots(self.slots, self.placements))
-        several = {
-            name: len(values)
-            for name in ("policies", "placements", "slots")
-            if len(values := getattr(self, name)) > 1
-        }
-        if self.slots and self.experts not in (None, len(set(self.slots[0]))):
-            raise PlanError(
-                f"plan: slots of {len(set(self.slots[0]))} experts are not allowed: "
-                f"model.experts says {self.experts}."
-            )
+    policies: tuple[CapacityPolicy, ...] = ()
+    placements: tuple[Annotated[ExpertPlacement | int, PlainValidator(_placement)], ...] = ()
+    layers: Count | None = None
+    experts: Count | None = None
+    k: Count | None = None
+    slots: tuple[tuple[StrictInt, ...], ...] = ()
+    calibration: str | None = None
+    folder: Path | None = None
+
+    def __init__(self, policies: Any = (), placements: Any = (), **fields: Any) -> None:
+        try:
+            super().__init__(policies=policies, placements=placements, **fields)
+        except ValidationError as error:
+            raise PlanError(_sentence(error)) from None
+
+    @field_validator("policies", "placements", "slots", mode="before")
+    @classmethod
+    def _listed(cls, values: Any) -> Any:
+        if not isinstance(values, (list, tuple)):
+            raise ValueError("must be a list")
+        return values
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and dict(self.replace(folder=None)) == dict(
+            other.replace(folder=None)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.policies, self.placements, self.slots))
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Plan:
+        numbers = {name: len(getattr(self, name)) for name in ("policies", "placements", "slots")}
+        several = {name: count for name, count in numbers.items() if count > 1}
         if self.layers is not None:
             several["layers"] = self.layers
         if len(set(several.values())) > 1:
-            said = ", ".join(f"{count} {name}" for name, count in several.items())
-            raise PlanError(f"plan: {said}: allowed is one for all layers, or one a layer.")
+            found = ", ".join(f"{count} {name}" for name, count in several.items())
+            raise PlanError(f"a plan must have one for all layers or one per layer, got {found}.")
         for index, placement in enumerate(self.placements):
-            if isinstance(placement, int):
-                continue
-            if self.experts not in (None, placement.num_experts):
+            if isinstance(placement, ExpertPlacement) and self.experts not in (
+                None,
+                placement.num_experts,
+            ):
                 raise PlanError(
-                    f"plan: placements[{index}] has {placement.num_experts} experts: allowed is "
-                    f"{self.experts}, as model.experts says."
+                    f"placements[{index}] must have {self.experts} experts, as model.experts says, "
+                    f"got {placement.num_experts}."
                 )
+        if self.slots:
+            self._check_slots()
+        return self
+
+    def _check_slots(self) -> None:
+        if len(self.placements) != 1 or not isinstance(self.placements[0], int):
+            raise PlanError(
+                "slots lie on the devices in order: beside them must be one placement with "
+                "num_devices alone."
+            )
+        for index, row in enumerate(self.slots):
+            if set(row) != set(range(len(set(row)))):
+                raise PlanError(
+                    f"slots[{index}] must name each of the experts 0, 1, ... at least once, got "
+                    f"{shortened(list(row))}."
+                )
+        experts, devices = len(set(self.slots[0])), self.placements[0]
+        sizes = {(len(row), len(set(row))) for row in self.slots}
+        if len(sizes) != 1 or devices > len(self.slots[0]):
+            raise PlanError(
+                "every layer must have the same number of slots and of experts, and every device "
+                f"a slot, got {len(self.slots[0])} slots on {devices} devices."
+            )
+        if self.experts not in (None, experts):
+            raise PlanError(
+                f"slots must name {self.experts} experts, as model.experts says, got {experts}."
+            )
+
+    def replace(self, **changes: Any) -> Plan:
+        """Return the plan with some fields changed, checked like a new one.
+
+        Examples:
+            >>> Plan(placements=(8,)).replace(layers=2).layers
+            2
+        """
+        return Plan(**{**dict(self), **changes})
 
     def policy_of(self, layer: int) -> CapacityPolicy | None:
-        """The policy of a layer, None where the plan names none.
+        """Return the policy of a layer, None where the plan names none.
 
         Examples:
             >>> Plan().policy_of(0) is None
             True
         """
-        policy: CapacityPolicy | None = _of_layer(self.policies, layer)
-        return policy
+        return _of_layer(self.policies, layer)
 
     def placement_of(self, layer: int) -> ExpertPlacement | int | None:
-        """The placement of a layer (or a number of devices), None where the plan names none.
+        """Return the placement of a layer (or a number of devices), None where there is none.
 
         Examples:
             >>> Plan(placements=(2,)).placement_of(0)
             2
         """
-        placement: ExpertPlacement | int | None = _of_layer(self.placements, layer)
-        return placement
+        return _of_layer(self.placements, layer)
 
     def calibration_folder(self) -> Path | None:
-        """Where the calibration is, None where the plan names none.
+        """Return the folder of the calibration, None where the plan names none.
 
         Examples:
             >>> Plan(calibration="found", folder=Path("plans")).calibration_folder()
@@ -141,11 +232,13 @@ class Plan:
         """
         return None if self.calibration is None else (self.folder or Path()) / self.calibration
 
+    # -- against a model ------------------------------------------------------------------------
+
     def refuse_replicas(self) -> None:
-        """Refuse a plan with slots, where every expert has one place.
+        """Refuse a plan with slots, for callers that keep every expert in one place.
 
         Raises:
-            PlanError: if it has.
+            PlanError: if the plan has slots.
 
         >>> Plan(placements=(8,)).refuse_replicas()
         """
@@ -153,7 +246,7 @@ class Plan:
             raise PlanError(
                 f"the plan has {len(self.slots[0])} slots for {len(set(self.slots[0]))} experts: "
                 "here each expert has one place; it is for an engine that replicates experts and "
-                "reads a map (paceline place --maps)."
+                "reads a map (paceline plan --maps)."
             )
 
     def check_layers(self, count: int, replicates: bool = False) -> None:
@@ -161,7 +254,7 @@ class Plan:
 
         Args:
             count: of the model's MoE layers.
-            replicates: whether the experts may have several slots each.
+            replicates: True if experts may have several slots each.
 
         Raises:
             PlanError: naming both, or that the plan replicates experts.
@@ -172,9 +265,9 @@ class Plan:
         if not replicates:
             self.refuse_replicas()
         several = [n for n in (len(self.policies), len(self.placements), len(self.slots)) if n > 1]
-        wanted = self.layers or next(iter(several), count)
-        if wanted != count:
-            raise PlanError(f"the plan is for {wanted} MoE layers, the model has {count}.")
+        planned = self.layers or next(iter(several), count)
+        if planned != count:
+            raise PlanError(f"the plan is for {planned} MoE layers, the model has {count}.")
 
     def check_model(
         self, experts: Sequence[int], k: Sequence[int], replicates: bool = False
@@ -183,11 +276,11 @@ class Plan:
 
         Args:
             experts: of each MoE layer of the model.
-            k: experts a token, of each.
-            replicates: whether the experts may have several slots each.
+            k: experts per token, of each layer.
+            replicates: True if experts may have several slots each.
 
         Raises:
-            PlanError: naming what differs.
+            PlanError: naming the difference.
 
         Examples:
             >>> Plan(layers=2).check_model([8, 8], [2, 2])
@@ -197,11 +290,11 @@ class Plan:
         for index, (found, chosen) in enumerate(zip(experts, k, strict=True)):
             if planned not in (None, found):
                 raise PlanError(
-                    f"the plan is for {planned} experts a layer, layer {index} has {found}."
+                    f"the plan is for {planned} experts per layer, layer {index} has {found}."
                 )
             if self.k not in (None, chosen):
                 raise PlanError(
-                    f"the plan is for {self.k} experts a token, layer {index} uses {chosen}."
+                    f"the plan is for {self.k} experts per token, layer {index} uses {chosen}."
                 )
             placement = self.placement_of(index)
             if isinstance(placement, ExpertPlacement) and placement.num_experts != found:
@@ -213,7 +306,7 @@ class Plan:
     # -- as a file ------------------------------------------------------------------------------
 
     def to_toml(self) -> str:
-        """The plan as TOML; `from_toml` reads it back.
+        """Return the plan as TOML; `from_toml` reads it back.
 
         Examples:
             >>> Plan(placements=(8,)).to_toml().splitlines()[0]
@@ -222,14 +315,19 @@ class Plan:
         out: dict[str, Any] = {"version": VERSION}
         if self.calibration is not None:
             out["calibration"] = self.calibration
-        known = {n: v for n in MODEL_FIELDS if (v := getattr(self, n)) is not None}
+        known = {name: v for name in _MODEL_FIELDS if (v := getattr(self, name)) is not None}
         if known:
             out["model"] = known
-        put(out, "policy", "policies", [p.changed_fields() for p in self.policies])
+        out |= _one_or_several("policy", "policies", [p.changed_fields() for p in self.policies])
         if self.slots:
             out["slots"] = [list(row) for row in self.slots]
-        put(out, "placement", "placements", [placement_fields(p) for p in self.placements])
-        return tomli_w.dumps(out)
+        tables = [
+            {"num_devices": p}
+            if isinstance(p, int)
+            else {"num_devices": p.num_devices, "expert_to_device": list(p.expert_to_device)}
+            for p in self.placements
+        ]
+        return tomli_w.dumps(out | _one_or_several("placement", "placements", tables))
 
     @classmethod
     def from_toml(cls, text: str, name: str = "plan") -> Plan:
@@ -240,7 +338,7 @@ class Plan:
             name: of the file, for messages.
 
         Raises:
-            PlanError: naming the file, the field, its value and what is allowed.
+            PlanError: naming the file, the field, its value and what it must be.
 
         Examples:
             >>> Plan.from_toml("version = 1").policies
@@ -251,11 +349,11 @@ class Plan:
         except ValueError as error:  # a number of too many digits is no TOMLDecodeError
             raise PlanError(f"{name} is not TOML: {shortened(str(error), 160)}.") from None
         except RecursionError:
-            raise PlanError(f"{name} is not allowed: it nests too deeply.") from None
+            raise PlanError(f"{name} is not TOML that can be read: it nests too deeply.") from None
         try:
-            return cls(**read(fields))
+            return cls(**_fields_of_file(fields))
         except ValueError as error:
-            raise PlanError(f"{name}: {str(error).removeprefix('plan: ')}") from None
+            raise PlanError(f"{name}: {error}") from None
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -272,17 +370,63 @@ class Plan:
             raise PlanError(f"{path} can't be read: {error.strerror}.") from None
         except (TypeError, ValueError) as error:  # no path at all, or one with a null byte
             raise PlanError(f"{path!r} can't be read: {shortened(str(error), 200)}.") from None
-        return replace(cls.from_toml(text, str(path)), folder=Path(path).parent)
+        return cls.from_toml(text, str(path)).replace(folder=Path(path).parent)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a file, whole or not at all.
+        """Write the plan to a file, atomically.
 
         Raises:
             OSError: if the folder can't be written.
         """
-        with whole_file(Path(path)) as file:
+        with atomic_file(Path(path)) as file:
             file.write_text(self.to_toml(), encoding="utf-8")
 
 
-def _of_layer(values: Sequence[Any], layer: int) -> Any:
+def _of_layer(values: Sequence[T], layer: int) -> T | None:
     return None if not values else values[0] if len(values) == 1 else values[layer]
+
+
+def _one_or_several(one: str, several: str, tables: list[dict[str, Any]]) -> dict[str, Any]:
+    return {} if not tables else {one: tables[0]} if len(tables) == 1 else {several: tables}
+
+
+def _fields_of_file(file: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a plan from those of its file, which has other names for some."""
+    unknown = [name for name in file if name not in _FILE_FIELDS]
+    if unknown:
+        raise PlanError(
+            f"{shortened(unknown[0])} is not a field of a plan: it must be one of "
+            f"{', '.join(_FILE_FIELDS)}."
+        )
+    if whole_number(file.get("version")) != VERSION:
+        raise PlanError(f"version must be {VERSION}, got {shortened(file.get('version'))}.")
+    model = file.get("model", {})
+    if not isinstance(model, dict) or not set(model) <= set(_MODEL_FIELDS):
+        raise PlanError(f"model must be a table of layers, experts and k, got {shortened(model)}.")
+    fields = {**model, **{name: file[name] for name in ("calibration", "slots") if name in file}}
+    for one, several in (("policy", "policies"), ("placement", "placements")):
+        if one in file and several in file:
+            raise PlanError(f"{one} and {several} are both given: allowed is one of them.")
+        tables = [file[one]] if one in file else file.get(several, [])
+        if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+            raise PlanError(
+                f"{several} must be an array of tables, as in [[{several}]], got "
+                f"{shortened(tables)}."
+            )
+        fields[several] = tables
+    return fields
+
+
+def _sentence(error: ValidationError) -> str:
+    """Return the first thing wrong as "field must be ..., got ..."."""
+    first = error.errors(include_url=False)[0]
+    cause = first.get("ctx", {}).get("error")
+    if not first["loc"] or isinstance(cause, (PlanError, PolicyError)):
+        return str(cause)
+    field, *inner = first["loc"]
+    if first["type"] == "extra_forbidden":
+        return f"{field} is not a field of Plan: it must be one of {', '.join(Plan.model_fields)}."
+    index = next((part for part in inner if isinstance(part, int)), None)
+    allowed = _ALLOWED[f"{field}" if index is None else f"{field}[]"]
+    place = field if index is None else f"{field}[{index}]"
+    return f"{place} must be {allowed}, got {shortened(' '.join(repr(first['input']).split()))}."

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.files import MOST_SETTINGS, read_plain, whole_file
+from paceline.files import MOST_SETTINGS, atomic_file, read_plain
 from paceline.text import shortened
 
 Precision = Literal["bf16", "fp8", "fp4"]
@@ -150,7 +150,7 @@ PRESETS = {
 
 
 def hardware_of(name: str) -> Hardware:
-    """A preset, or what a file from `paceline calibrate-hardware` says.
+    """A preset, or what a file from `paceline bench hardware` says.
 
     Raises:
         ValueError: if there is neither, or the file holds no hardware.
@@ -164,7 +164,7 @@ def hardware_of(name: str) -> Hardware:
     if not path.is_file():
         raise ValueError(
             f"hardware {name!r} is not allowed: it is one of {', '.join(PRESETS)}, or a file from "
-            "paceline calibrate-hardware."
+            "paceline bench hardware."
         )
     try:
         said: Any = json.loads(read_plain(path, MOST_SETTINGS).decode("utf-8"))["hardware"]
@@ -194,7 +194,7 @@ def save_hardware(hardware: Hardware, path: Path, more: dict[str, Any] | None = 
     True
     """
     content = {"hardware": asdict(hardware), **(more or {})}
-    with whole_file(path, private=False) as file:
+    with atomic_file(path, private=False) as file:
         file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

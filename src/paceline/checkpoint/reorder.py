@@ -13,7 +13,6 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -75,7 +74,7 @@ def reordered_plan(plan: Plan, maps: Sequence[ExpertMap]) -> Plan:
     """
     devices = tuple(dict.fromkeys(layer.num_devices for layer in maps))
     placements = devices if len(devices) == 1 else tuple(layer.num_devices for layer in maps)
-    return replace(plan, placements=placements, calibration=None)
+    return plan.replace(placements=placements, calibration=None)
 
 
 def reorder(
@@ -150,7 +149,7 @@ def reorder(
 def _orders(checkpoint: Checkpoint, maps: Sequence[ExpertMap]) -> dict[str, tuple[Tensor, Kind]]:
     """Tensor name -> (old expert of every place, how it follows), where the order changes."""
     _check_config(checkpoint)
-    layers, groups = checkpoint.layers(), checkpoint.groups()
+    layers, groups = checkpoint.layers(), checkpoint.config.expert_groups
     if len(maps) not in (1, len(layers)):
         raise ValueError(
             f"the plan places the experts of {len(maps)} layers, the checkpoint has {len(layers)} "
@@ -196,7 +195,7 @@ def _check_config(checkpoint: Checkpoint) -> None:
             f"{checkpoint.folder} was reordered before ({ORDER_FILE} is there): a plan is for the "
             "original."
         )
-    if _EXPERT_NUMBER.search(json.dumps(checkpoint.config)):
+    if _EXPERT_NUMBER.search(json.dumps(checkpoint.config.fields)):
         raise ValueError(
             f"{checkpoint.folder / 'config.json'} names single experts (in its quantisation "
             "settings): such a checkpoint can't be reordered."

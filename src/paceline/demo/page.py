@@ -10,11 +10,17 @@ from paceline.demo.assets import shipped_decode, shipped_sweep
 from paceline.demo.plan import HEADLINE, KINDS
 from paceline.files import to_json, write_text
 from paceline.reporting import figures
-from paceline.reporting.decode_figure import decode_figure, decode_values
 from paceline.reporting.load_map import load_map
-from paceline.reporting.page import render
+from paceline.reporting.pages import render
+from paceline.reporting.quality_figures import (
+    FLOOR,
+    decode_figure,
+    decode_values,
+    scatter,
+    sweep_figure,
+    sweep_values,
+)
 from paceline.reporting.style import load_colours
-from paceline.reporting.sweep_page import sweep_figure, sweep_values
 
 
 def write_demo(results: Mapping[str, Any], folder: Path) -> None:
@@ -40,7 +46,7 @@ def demo_page(results: Mapping[str, Any]) -> str:
         kinds={kind: words.capitalize() for kind, words in KINDS.items()},
         chosen=_chosen(results),
         chosen_key=HEADLINE,
-        floor=figures.FLOOR,
+        floor=FLOOR,
         **decode_values(decoded),
         **sweep_values(swept, "; not in this run, its figures come with the package"),
     )
@@ -122,7 +128,7 @@ def _quality(results: Mapping[str, Any], kind: str, *, timed: bool) -> figures.F
     margin = 0.06 * (max(ends) - min(ends))
     if not timed:
         rows = {each: [_without_range(row) for row in part] for each, part in rows.items()}
-    return figures.scatter(
+    return scatter(
         rows[kind],
         "emulated speed-up of the expert part (×)" if timed else "busiest device (load / mean)",
         reference=1.0 if timed else round(base, 4),

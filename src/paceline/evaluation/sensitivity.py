@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -115,7 +115,7 @@ def measure_layers(
     tried = tuple(bound * ratio for ratio in RATIOS) if factors is None else tuple(factors)
     check_length(model, sampling.sequence_length)
     batches, _ = make_batches(tokenizer, texts, sampling)
-    places = replace(plan, policies=())
+    places = plan.replace(policies=())
     with attach(model, policy, plan=places, calibration=calibration) as pace:
         count = len(pace.layers)
         sums = torch.zeros((count, len(tried)), dtype=torch.float64)

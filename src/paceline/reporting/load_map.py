@@ -13,7 +13,7 @@ def load_map(
     devices: Sequence[Sequence[int]],
     names: Sequence[str],
 ) -> dict[str, Any]:
-    """Heat map of expert loads by layer; with several panels a menu switches between them.
+    """Draw a heat map of expert loads by layer; with several panels a menu switches between them.
 
     A row holds a layer's experts in order of their devices, so that a device is one block
     whatever its experts are; lines separate the devices.
@@ -88,12 +88,12 @@ def load_map(
 
 
 def _blocks(devices: Sequence[int]) -> list[tuple[int, int]]:
-    """(device, first column) of every device that hosts an expert."""
+    """Return (device, first column) of every device that hosts an expert."""
     return [(device, sum(other < device for other in devices)) for device in sorted(set(devices))]
 
 
 def _lines(blocks: Sequence[Sequence[tuple[int, int]]], alike: bool) -> list[dict[str, Any]]:
-    """A line before every device but the first: across all layers, or in each layer its own."""
+    """Draw a line before every device but the first: across all layers, or one per layer."""
     last = len(blocks) - 0.5
     places = (
         [(start, -0.5, last) for _, start in blocks[0][1:]]

@@ -23,7 +23,7 @@ STAGE_COLOURS = {
     "experts": "#0b6e8f",
     "combine": "#d08a1d",
 }
-"""Of the stages of a MoE layer."""
+"""Colours of the stages of a MoE layer."""
 
 FAMILY_COLOURS = {
     "no cap": "#5b6875",
@@ -49,14 +49,14 @@ _COLD, _MEAN, _HOT, _HOTTEST = "#2f6f9f", "#f6f3ec", "#e0763f", "#7d1420"
 
 
 def load_colours(highest: float) -> list[list[Any]]:
-    """Colour scale over [0, highest] with the mean (1.0) pale, whatever the highest is."""
+    """Return a colour scale over [0, highest] with the mean (1.0) pale, whatever the highest is."""
     mean = 1 / max(highest, 1.01)
     middle = mean + (1 - mean) * 0.45
     return [[0, _COLD], [mean, _MEAN], [middle, _HOT], [1, _HOTTEST]]
 
 
 def layout(height: int, **more: Any) -> dict[str, Any]:
-    """Plotly layout shared by the figures; explicit colours, so dark modes change nothing."""
+    """Return the layout of all figures; explicit colours, so that dark modes change nothing."""
     return {
         "height": height,
         "paper_bgcolor": PAPER,
@@ -70,7 +70,7 @@ def layout(height: int, **more: Any) -> dict[str, Any]:
 
 
 def axis(title: str, **more: Any) -> dict[str, Any]:
-    """An axis with a title."""
+    """Return an axis with a title."""
     return {
         "title": {"text": title, "standoff": 10},
         "gridcolor": GRID,
@@ -79,3 +79,17 @@ def axis(title: str, **more: Any) -> dict[str, Any]:
         "automargin": True,
         **more,
     }
+
+
+def level(value: float, dash: str = "dot", colour: str = MUTED) -> dict[str, Any]:
+    """Return a horizontal line across the plot."""
+    return _line(colour, dash, xref="paper", x0=0, x1=1, y0=value, y1=value)
+
+
+def upright(value: float) -> dict[str, Any]:
+    """Return a dotted vertical line across the plot."""
+    return _line(MUTED, "dot", yref="paper", y0=0, y1=1, x0=value, x1=value)
+
+
+def _line(colour: str, dash: str, **ends: Any) -> dict[str, Any]:
+    return {"type": "line", **ends, "line": {"color": colour, "width": 1.5, "dash": dash}}

@@ -8,11 +8,11 @@ from typing import Any
 from paceline.text import percent, times
 
 SMALLEST = 1e-6
-"""Factors below this are written as 0: one assignment a unit, whatever the batch."""
+"""Factors below this are written as 0: one assignment per unit, whatever the batch."""
 
 
 def family(point: Mapping[str, Any]) -> str:
-    """What a point shares with those of other factors.
+    """Name the kind of cap of a point, shared by points of other factors.
 
     >>> family({"unit": "device", "keep": "score", "expand": None, "compensate": True})
     'Compensated Drop per device'
@@ -27,7 +27,7 @@ def family(point: Mapping[str, Any]) -> str:
 
 
 def factor(value: float) -> str:
-    """A capacity factor as it is written.
+    """Write a capacity factor.
 
     >>> factor(1.25), factor(1e-9)
     ('1.25', '0')
@@ -36,7 +36,7 @@ def factor(value: float) -> str:
 
 
 def families(points: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """The points of every line, in their order."""
+    """Group the points by kind of cap, in their order."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for point in points:
         found.setdefault(family(point), []).append(point)
@@ -44,13 +44,13 @@ def families(points: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str,
 
 
 def sweep_table(result: Mapping[str, Any]) -> str:
-    """Markdown of a sweep: a row a cap, those that nothing beats in bold."""
+    """Write a sweep as Markdown: a row per cap, those that nothing beats in bold."""
     base, subject = result["baseline"], result["subject"]
     lines = [
         f"{result['model']}: {subject['layers']} MoE layers of {subject['experts']} experts on "
         f"{subject['devices']} devices, {sum(result['tokens_by_text'].values())} tokens of "
         f"{len(result['tokens_by_text'])} texts, {result['batch_size']} sequences of "
-        f"{result['sequence_length']} tokens a batch. Without a cap the busiest device gets "
+        f"{result['sequence_length']} tokens per batch. Without a cap the busiest device gets "
         f"{times(base['device_peak_to_mean'])} the mean. Bold: no other cap here has both a less "
         "busy device and a smaller change.",
         "",

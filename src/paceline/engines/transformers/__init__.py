@@ -9,7 +9,7 @@ from paceline.engines.transformers.handle import (
     ModelStats,
     Pace,
 )
-from paceline.engines.transformers.running import UnknownTokensWarning
+from paceline.engines.transformers.state import UnknownTokensWarning
 
 __all__ = [
     "CapNeverAppliedWarning",

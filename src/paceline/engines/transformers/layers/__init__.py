@@ -1,0 +1,1 @@
+"""MoE layers of a model: found, probed and routed."""

@@ -1,0 +1,1 @@
+"""Tokens of a running forward: padding, positions, requests, modality, and who generates."""

@@ -1,0 +1,106 @@
+"""Self-contained HTML pages: no request leaves them, Plotly is inlined once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.analysis.cap_words import IN_ORDER
+from paceline.files import write_text
+from paceline.reporting.figures import layer_peaks, relative
+from paceline.reporting.load_map import load_map
+from paceline.reporting.quality_figures import sweep_figure, sweep_values
+from paceline.reporting.style import PAGE
+from paceline.reporting.sweep_table import factor, families
+from paceline.reporting.trace_figures import trace_figures
+from paceline.text import percent, signed_percent, times
+
+
+def render(template: str, figures: Mapping[str, Any], **values: Any) -> str:
+    """Fill a template of `reporting/templates`.
+
+    Args:
+        template: file name.
+        figures: element id -> Plotly figure as a dictionary.
+        values: names in the template; strings are escaped.
+    """
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from plotly.offline import get_plotlyjs
+
+    environment = Environment(
+        loader=PackageLoader("paceline.reporting", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"percent": percent, "signed": signed_percent, "times": times}
+    return environment.get_template(template).render(
+        figures=figures, plotly_js=get_plotlyjs(), colours=PAGE, **values
+    )
+
+
+def write_page(page: str, path: Path) -> None:
+    """Write a page of a user's loads, readable by its owner only: loads reveal some of the text.
+
+    Raises:
+        OSError: if the file can't be written.
+    """
+    write_text(path, page, private=True)
+
+
+def loads_page(result: Mapping[str, Any]) -> str:
+    """Return the page of a model's loads, from a result of `observe_loads` with `verdict`."""
+    layers = result["layers"]
+    names = [str(number) for number in range(len(layers))]
+    peaks = {"busiest device": [x["device_peak_to_mean_before"] for x in layers]}
+    if result["policy"] is not None:
+        peaks["with the policy"] = [x["device_peak_to_mean_after"] for x in layers]
+    peaks["busiest expert"] = [x["expert_peak_to_mean_before"] for x in layers]
+    plots = {"peaks": layer_peaks(names, peaks)}
+    if len({layer["experts"] for layer in layers}) == 1:  # one map needs one number of experts
+        loads = [relative(layer["expert_loads_before"]) for layer in layers]
+        devices = [layer["expert_to_device"] for layer in layers]
+        plots["map"] = load_map({"": loads}, devices, [f"layer {name}" for name in names])
+    return render(
+        "loads.html.j2", plots, title="Paceline: expert loads", results=result, plots=list(plots)
+    )
+
+
+def report_page(result: Mapping[str, Any]) -> str:
+    """Return the page of a trace, from a result of `cap_study`, with `planned` where it is known.
+
+    Its slider works on the result's own figures, which the page holds as JSON.
+    """
+    figures, swept = trace_figures(result), result.get("sweep")
+    shown = figures if swept is None else {**figures, "sweep": sweep_figure(swept)}
+    gammas = sorted({way["gamma"] for way in result["ways"] if way["gamma"] is not None})
+    return render(
+        "report.html.j2",
+        shown,
+        title=f"Paceline: {result['model'] or result['trace']}",
+        results=result,
+        plots=list(figures),
+        gammas=gammas,
+        **sweep_values(swept),
+        slider={
+            "gammas": [*gammas, None],
+            "layers": result["layers"],
+            "ways": result["ways"],
+            "reference": IN_ORDER,
+        },
+    )
+
+
+def sweep_page(result: Mapping[str, Any]) -> str:
+    """Return the page of a result of `sweep`."""
+    return render(
+        "sweep.html.j2",
+        {"sweep": sweep_figure(result)},
+        title="Paceline: caps of every size",
+        results=result,
+        **sweep_values(result),
+        families=families(result["points"]),
+        factor=factor,
+    )

@@ -1,0 +1,277 @@
+"""Figures of quality against load, and sentences on them: caps of every size, and decode."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from paceline.reporting.figures import Figure
+from paceline.reporting.style import (
+    ACCENT,
+    FAMILY_COLOURS,
+    FAMILY_LABELS,
+    FAMILY_SYMBOLS,
+    INK,
+    axis,
+    layout,
+    upright,
+)
+from paceline.reporting.sweep_table import factor, family
+
+FLOOR = 0.01
+"""Percent: smaller changes are drawn here on the logarithmic axis."""
+
+_SWEEP_COLOURS = (
+    "#0b6e8f", "#2e8b57", "#c8553d", "#d08a1d", "#6a4fb3", "#8d99a6", "#1d2733", "#b0578d",
+)  # fmt: skip
+_BATCH_COLOURS = ("#0b6e8f", "#d08a1d", "#6a4fb3")
+_DECODE_LOOKS = {
+    "dropped alone": ("dash", "circle-open"),
+    "stand-ins": ("solid", "circle"),
+    "stand-ins, placed": ("dot", "diamond"),
+}
+"""Way -> dash and marker."""
+
+
+def scatter(
+    rows: Sequence[Mapping[str, Any]],
+    x_title: str,
+    reference: float,
+    x_range: tuple[float, float],
+    highest: float,
+) -> Figure:
+    """Draw perplexity change (logarithmic, percent) against another figure, a line per family.
+
+    Args:
+        rows: with label, short (text at the marker), family, change (percent) and x;
+            with low and high the range is drawn as a horizontal bar.
+        x_title: horizontal axis title, with the unit.
+        reference: x of a dotted vertical line: where no cap is.
+        x_range: horizontal range, so that figures side by side can share it.
+        highest: highest change (percent) of all figures that share the scale.
+    """
+    lines: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        lines.setdefault(row["family"], []).append(row)
+    return {
+        "data": [_line(name, members, x_title) for name, members in lines.items()],
+        "layout": layout(
+            430,
+            xaxis=axis(x_title, range=list(x_range)),
+            yaxis=axis(
+                "perplexity change (%, logarithmic)",
+                type="log",
+                range=[math.log10(FLOOR) - 0.35, math.log10(max(highest, 1)) + 0.35],
+                tickvals=[0.01, 0.1, 1, 10, 100, 1000],
+                ticktext=["≤ 0.01", "0.1", "1", "10", "100", "1000"],
+            ),
+            legend={"orientation": "h", "yanchor": "top", "y": -0.2, "x": 0},
+            shapes=[upright(reference)],
+        ),
+    }
+
+
+def _line(name: str, members: Sequence[Mapping[str, Any]], x_title: str) -> dict[str, Any]:
+    colour = FAMILY_COLOURS.get(name, ACCENT)
+    trace: dict[str, Any] = {
+        "type": "scatter",
+        "mode": "lines+markers+text",
+        "name": name,
+        "x": [row["x"] for row in members],
+        "y": [max(row["change"], FLOOR) for row in members],
+        "text": [row["short"] if row["change"] > FLOOR else "" for row in members],
+        "textposition": FAMILY_LABELS.get(name, "top right"),
+        "textfont": {"size": 11, "color": colour},
+        "cliponaxis": False,
+        "customdata": [[row["label"], row["change"]] for row in members],
+        "marker": {"size": 10, "color": colour, "symbol": FAMILY_SYMBOLS.get(name, "circle")},
+        "line": {"width": 1.5, "color": colour},
+        "hovertemplate": "%{customdata[0]}<br>perplexity %{customdata[1]:+.2f}%"
+        f"<br>{x_title}: %{{x:.2f}}<extra></extra>",
+    }
+    if "low" in members[0]:
+        trace["error_x"] = {
+            "type": "data",
+            "symmetric": False,
+            "array": [round(row["high"] - row["x"], 4) for row in members],
+            "arrayminus": [round(row["x"] - row["low"], 4) for row in members],
+            "thickness": 1,
+            "width": 3,
+            "color": colour,
+        }
+    return trace
+
+
+def _row(line: str, setting: str, short: str, change: float, x: float) -> dict[str, Any]:
+    return {
+        "family": line,
+        "label": f"{line}, {setting}",
+        "short": short,
+        "change": round(100 * change, 4),
+        "x": round(x, 4),
+    }
+
+
+def _recolour(trace: dict[str, Any], colour: str) -> None:
+    for part in ("line", "marker", "textfont"):
+        trace[part] |= {"color": colour}
+
+
+# -- caps of every size ----------------------------------------------------------------------------
+
+
+def sweep_figure(result: Mapping[str, Any]) -> Figure:
+    """Draw perplexity change against the load of the busiest device, a line per kind of cap.
+
+    Below 1 a cap takes work from every device: a dial between work and quality.
+    """
+    points = result["points"]
+    rows = []
+    for point in points:
+        size = factor(point["capacity_factor"])
+        peak = point["device_peak_to_mean"]
+        rows.append(_row(family(point), f"{size} × mean", size, point["change"], peak))
+    base = result["baseline"]["device_peak_to_mean"]
+    widest = max(base, *(row["x"] for row in rows))
+    figure = scatter(
+        rows,
+        "busiest device (load / mean load without a cap)",
+        reference=round(base, 4),
+        x_range=(-0.05 * widest, round(1.08 * widest, 3)),
+        highest=max(row["change"] for row in rows),
+    )
+    colours: dict[str, str] = {}
+    for trace in figure["data"]:
+        own, _, expanded = trace["name"].partition(", expanded to ")
+        kind = own + expanded.partition(",")[2]  # expanded or not: one colour, dashed or not
+        _recolour(trace, colours.setdefault(kind, _SWEEP_COLOURS[len(colours) % 8]))
+        trace["line"] |= {"dash": "dash" if expanded else "solid"}
+        trace["marker"] |= {"size": 6 if expanded else 8, "symbol": "circle"}
+        trace["textfont"] |= {"size": 10}
+        if expanded:
+            trace["mode"] = "lines+markers"
+    best = sorted((p for p in points if p["on_frontier"]), key=lambda p: p["device_peak_to_mean"])
+    figure["data"].append(
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": "nothing here beats these",
+            "x": [round(p["device_peak_to_mean"], 4) for p in best],
+            "y": [max(round(100 * p["change"], 4), FLOOR) for p in best],
+            "line": {"color": INK, "width": 6},
+            "opacity": 0.18,
+            "hoverinfo": "skip",
+        }
+    )
+    figure["layout"]["height"] = 560
+    return figure
+
+
+def sweep_values(result: Mapping[str, Any] | None, note: str = "") -> dict[str, Any]:
+    """Return the values of the template sweep_section; its figure goes under "sweep".
+
+    Args:
+        result: of `sweep`, or read back; None: no section.
+        note: further words on how it was measured.
+    """
+    words = [] if result is None else sweep_words(result)
+    return {"swept": result, "swept_words": words, "swept_note": note}
+
+
+def sweep_words(result: Mapping[str, Any]) -> list[str]:
+    """Write the result of a sweep as sentences: at the mean, and the dial below it."""
+    lines = []
+    for size, meaning in ((1.0, "every device at most at the mean"), (0.5, "half of the work")):
+        near = [p for p in result["points"] if p["device_peak_to_mean"] <= size + 1e-9]
+        if not near:
+            continue
+        best = _simplest(near)
+        plain = [p for p in near if not p["compensate"]]
+        line = (
+            f"Busiest device at most {size:g} × the mean ({meaning}): "
+            f"{100 * best['change']:+.2f}% perplexity with {family(best)} at "
+            f"{factor(best['capacity_factor'])}"
+        )
+        if best["compensate"] and plain:
+            least = _simplest(plain)
+            line += f"; {100 * least['change']:+.2f}% without stand-ins ({family(least)})"
+        lines.append(line + ".")
+    return lines
+
+
+def _simplest(points: list[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the smallest change, or one within its standard error that needs no expansion."""
+    best = min(points, key=lambda p: p["change"])
+    near = [p for p in points if p["change"] <= best["change"] + (best["standard_error"] or 0)]
+    return min(near, key=lambda p: (p["expand"] is not None, p["change"]))
+
+
+# -- decode ----------------------------------------------------------------------------------------
+
+
+def decode_figure(result: Mapping[str, Any]) -> Figure:
+    """Draw perplexity change against experts read, a line per batch size, with and without
+    stand-ins."""
+    points, hosted = result["points"], result["experts_a_device"]
+    rows = []
+    for point in sorted(points, key=_order):
+        most = point["max_active"]
+        setting = f"max_active={most}"
+        rows.append(_row(_way(point), setting, str(most), point["change"], point["read"]))
+    figure = scatter(
+        rows,
+        f"experts read by the device that reads most, of {hosted}",
+        reference=max(point["read_before"] for point in points),
+        x_range=(0.6, hosted + 0.2),
+        highest=max(row["change"] for row in rows),
+    )
+    batches = sorted({point["batch"] for point in points})
+    for trace in figure["data"]:
+        size, _, way = trace["name"].partition(" sequences, ")
+        dash, symbol = _DECODE_LOOKS[way]
+        _recolour(trace, _BATCH_COLOURS[batches.index(int(size)) % len(_BATCH_COLOURS)])
+        trace["line"] |= {"dash": dash}
+        trace["marker"] |= {"symbol": symbol}
+    return figure
+
+
+def decode_words(result: Mapping[str, Any]) -> list[str]:
+    """Write a sentence per batch size: the deepest cut that costs less than half a percent."""
+    lines = []
+    for batch, group in groupby(sorted(result["points"], key=_order), lambda p: p["batch"]):
+        points = list(group)
+        near = [p for p in points if p["stand_ins"] and p["change"] <= 0.005]
+        if not near:
+            continue
+        best = min(near, key=lambda p: (round(p["read"], 1), p["change"]))
+        alone = [p for p in points if not p["stand_ins"] and p["max_active"] == best["max_active"]]
+        before = max(p["read_before"] for p in points if not p["placed"])  # experts in order
+        line = (
+            f"{batch} sequences per step: with max_active={best['max_active']} the device that "
+            f"reads most reads {best['read']:.2f} of its {result['experts_a_device']} experts, not "
+            f"{before:.2f} ({1 - best['read'] / before:.0%} fewer), for "
+            f"{100 * best['change']:+.2f}% perplexity with stand-ins"
+        )
+        if best["placed"]:
+            line += " and the experts placed"
+        if alone:
+            without = "with neither" if best["placed"] else "without"
+            line += f", {100 * alone[0]['change']:+.2f}% {without}"
+        lines.append(line + ".")
+    return lines
+
+
+def decode_values(result: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the values of the template decode_section; its figure goes under "decode"."""
+    return {"decoded": result, "decoded_words": [] if result is None else decode_words(result)}
+
+
+def _order(point: Mapping[str, Any]) -> tuple[int, bool, bool, float]:
+    return (point["batch"], point["stand_ins"], point["placed"], point["read"])
+
+
+def _way(point: Mapping[str, Any]) -> str:
+    kind = "stand-ins" if point["stand_ins"] else "dropped alone"
+    return f"{point['batch']} sequences, {kind}{', placed' if point['placed'] else ''}"
