@@ -284,7 +284,10 @@ def test_plan_with_policies_and_table(tmp_path: Path) -> None:
 BAD = {
     "nothing to judge": (["demo"], "give at least one --policy"),
     "twice": (["demo", "--policy", CAP, "--policy", "gamma=1"], "is given twice"),
-    "no policy": (["demo", "--policy", "capacity_factor=0"], "capacity_factor='0' is not allowed"),
+    "no policy": (
+        ["demo", "--policy", "capacity_factor=0"],
+        "capacity_factor must be a number > 0",
+    ),
     "never binds": (["demo", "--policy", CAP, "--devices", "1"], "can never bind"),
     "composition": (["demo", "--policy", CAP, "--compositions", "pairs"], "--compositions pairs"),
     "one text to mix": (
@@ -299,7 +302,7 @@ BAD = {
     ),
     "no stand-ins": (["demo", "--policy", f"{CAP},compensate=true"], "calibration"),
     "no calibration": (["demo", "--policy", CAP, "--calibration", "/nowhere"], "no calibration"),
-    "limit": (["demo", "--policy", CAP, "--limit", "0"], "limit=0 is not allowed"),
+    "limit": (["demo", "--policy", CAP, "--limit", "0"], "--limit must be at least 1, got 0"),
     "no folder": (
         ["demo", "--policy", CAP, "--tasks", "x", "--include-path", "/nowhere"],
         "there is no folder /nowhere",
