@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import stat
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from commands import run
 
 from paceline import CapacityPolicy
-from paceline.cli.app import app
 from paceline.plan import Plan
 from paceline.traces import Asked, open_trace, sample
 from paceline.traces.loads import trace_loads
@@ -20,10 +18,6 @@ from paceline.traces.simulate import simulate
 SAMPLES = Path(__file__).parents[1] / "traces" / "samples"
 CAP = ("--policy", "capacity_factor=1,min_expert_load=0")
 COMPLETION = SAMPLES / "vllm/chat_completion.v0.32.json"
-
-
-def run(*arguments: str | Path) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
