@@ -23,7 +23,7 @@ from paceline.analysis.placing import Wanted, judged, place
 from paceline.analysis.published import distances, paper_figures
 from paceline.analysis.traffic import Part, batches_of, count_batches
 from paceline.plan import Plan
-from paceline.traces import Asked, Trace, open_trace, sample
+from paceline.traces import ImportOptions, Trace, open_trace, sample
 from paceline.traces.simulate import simulate
 
 NAMES = {"esft_v2lite_intent": 64, "esft_v2lite_law": 64, "gpt_oss_20b_decode": 32}
@@ -37,17 +37,17 @@ RESULTS = Path(__file__).parent / "results" / "placement.json"
 
 
 def load(folder: Path | None) -> dict[str, Trace]:
-    """The traffics, by name."""
+    """Open the traces, by name."""
     if folder is None:
         return {name: sample(name) for name in NAMES}
     return {
-        name: open_trace(folder / f"{name}.npz", Asked(experts=experts))
+        name: open_trace(folder / f"{name}.npz", ImportOptions(experts=experts))
         for name, experts in NAMES.items()
     }
 
 
 def held_out(traces: Mapping[str, Trace]) -> list[dict[str, Any]]:
-    """Every way of placing on the second half of the traffic it was fitted on."""
+    """Judge every placement on the second half of the trace it was fitted on."""
     rows = []
     for name, trace in traces.items():
         for size in SIZES[name]:
@@ -71,7 +71,7 @@ def held_out(traces: Mapping[str, Trace]) -> list[dict[str, Any]]:
 
 
 def transfer(traces: Mapping[str, Trace], size: int = 1024) -> list[dict[str, Any]]:
-    """A placement fitted on one task, judged on the other; and one fitted on both."""
+    """Judge a placement fitted on one task on the other; and one fitted on both."""
     two = ("esft_v2lite_intent", "esft_v2lite_law")
     maps = {name: place(traces[name], Wanted(DEVICES))[0] for name in two}
     rows = []
@@ -88,8 +88,8 @@ def transfer(traces: Mapping[str, Trace], size: int = 1024) -> list[dict[str, An
 
 
 def place_then_cap(traces: Mapping[str, Trace], size: int = 1024) -> list[dict[str, Any]]:
-    """What a cap of 1.0 a device drops where experts lie in order, as this very traffic wants
-    them, or as the other one does."""
+    """Simulate a cap of 1.0 per device on experts in order, placed for this trace, or for the
+    other one."""
     two = ("esft_v2lite_intent", "esft_v2lite_law")
     maps = {name: place(traces[name], Wanted(DEVICES))[0] for name in two}
     policy = CapacityPolicy(capacity_factor=1.0, min_expert_load=0)
@@ -115,7 +115,7 @@ def place_then_cap(traces: Mapping[str, Trace], size: int = 1024) -> list[dict[s
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A Markdown table."""
+    """Write a Markdown table."""
     print(f"\n## {title}\n")
     names = list(rows[0])
     print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))

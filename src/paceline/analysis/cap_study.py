@@ -29,8 +29,8 @@ from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
 from paceline.progress import Progress
 from paceline.traces import Trace
-from paceline.traces.bearing import keeps_of
 from paceline.traces.loads import trace_loads
+from paceline.traces.policy_support import keeps_of
 from paceline.traces.simulate import simulate
 from paceline.traces.tables import load_tables
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from paceline.analysis.expert_map import ExpertMap
-from paceline.files import whole_file
+from paceline.files import atomic_file
 
 
 def vllm(maps: Mapping[int, ExpertMap], hidden_layers: int) -> str:
@@ -139,7 +139,7 @@ def write_maps(
     texts = [write_form(form, named, hidden_layers or max(named) + 1) for form in FORMS]
     folder.mkdir(exist_ok=True)
     for name, text in texts:
-        with whole_file(folder / name, private=False) as file:
+        with atomic_file(folder / name, private=False) as file:
             file.write_text(text, encoding="utf-8")
     return [folder / name for name, _ in texts]
 

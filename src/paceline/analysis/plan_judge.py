@@ -18,7 +18,7 @@ from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
 from paceline.progress import Progress
 from paceline.traces import Trace
-from paceline.traces.bearing import keeps_of, pools_of
+from paceline.traces.policy_support import keeps_of, pools_of
 
 Chosen = Mapping[str, Mapping[float, list[CapacityPolicy]]]
 """Placement ("in_order" or "placed") -> budget of gate mass -> policy of each layer."""

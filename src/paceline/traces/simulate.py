@@ -17,7 +17,7 @@ from paceline.balance import straggler_loss
 from paceline.plan import Plan
 from paceline.progress import Progress
 from paceline.routing import Assignment
-from paceline.traces.bearing import check_bearing
+from paceline.traces.policy_support import check_bearing
 from paceline.traces.tally import Given, Tally, gate_mass_lost, spread
 from paceline.traces.trace import Trace
 
