@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from paceline.analysis.cap_words import way_of
 from typer.testing import CliRunner
 
 import paceline.traces
 from paceline import CapacityPolicy, ExpertPlacement
 from paceline.analysis.cap_study import GAMMAS, cap_study
-from paceline.analysis.cap_words import way_of
 from paceline.analysis.traffic import picked
 from paceline.cli.app import app
 from paceline.plan import Plan
