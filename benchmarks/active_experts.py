@@ -28,7 +28,7 @@ from torch import Tensor
 
 from paceline import attach
 from paceline.batches import Batch
-from paceline.cli.progress import progress
+from paceline.cli.output import progress
 from paceline.demo.assets import domains, load_calibration, load_model, read_text
 from paceline.evaluation.perplexity import Losses, as_dict, change
 from paceline.files import to_json, write_text

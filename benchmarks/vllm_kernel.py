@@ -40,7 +40,7 @@ def main() -> None:
     import torch
     from vllm.platforms import current_platform
 
-    from paceline.bench.machine import keep_freed_memory
+    from paceline.bench.timing import keep_freed_memory
     from paceline.system_info import system_info
 
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""The verbs on traces: record, loads, simulate; and one sentence for whatever can't be."""
+"""The verbs on traces: record, import, loads; and one sentence for whatever can't be."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from paceline.traces.loads import trace_loads
 from paceline.traces.simulate import simulate
 
 SAMPLES = Path(__file__).parents[1] / "traces" / "samples"
+CAP = ("--policy", "capacity_factor=1,min_expert_load=0")
 COMPLETION = SAMPLES / "vllm/chat_completion.v0.32.json"
 
 
@@ -45,7 +46,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_help_of_every_verb_has_examples() -> None:
-    for verb in ("record", "import", "simulate"):
+    for verb in ("record", "import"):
         result = run(verb, "--help")
         assert result.exit_code == 0
         assert f"paceline {verb}" in result.stdout.split("Examples:")[1]
@@ -57,7 +58,7 @@ def test_recorded_traces_are_private_and_tell_what_ran(recorded: dict[str, Path]
             assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
     counts, choices = (open_trace(recorded[name]) for name in ("counts", "choices"))
     assert counts.header.model == choices.header.model == "demo"
-    found = trace_loads(choices, 8)
+    found = trace_loads(choices, 8).to_dict()
     assert next((g["phase"], g["tokens"]) for g in found["groups"]) == ("decode", 12)
     requests = {int(r) for chunk in choices.chunks for r in chunk.request}
     assert requests == {0, 1, 2}
@@ -74,7 +75,7 @@ def test_loads_of_a_trace_are_those_of_the_library(recorded: dict[str, Path]) ->
         found = json.loads(result.stdout)
         devices = 4 if "4" in arguments else 8
         tokens = int(arguments[-1]) if arguments else None
-        wanted = trace_loads(open_trace(name), devices, tokens)
+        wanted = trace_loads(open_trace(name), devices, tokens).to_dict()
         assert {key: found[key] for key in wanted} == json.loads(json.dumps(wanted))
         shown = " ".join(run("loads", name, *arguments).stdout.split())
         for line in found["verdict"]:
@@ -90,7 +91,7 @@ def test_loads_of_another_programs_file(tmp_path: Path) -> None:
     for arguments in (["--experts", "64"], ["--model-config", config]):
         result = run("loads", COMPLETION, "--json", *arguments)
         assert result.exit_code == 0, result.stderr
-        wanted = trace_loads(open_trace(COMPLETION, Asked(experts=64)), 8)
+        wanted = trace_loads(open_trace(COMPLETION, Asked(experts=64)), 8).to_dict()
         assert json.loads(result.stdout)["layers"] == json.loads(json.dumps(wanted["layers"]))
 
 
@@ -100,7 +101,7 @@ def test_an_imported_trace_needs_no_telling(tmp_path: Path) -> None:
     assert "choices of 4 layers of 64 experts, 1 batch (request), 40 tokens" in result.stdout
     assert "Note: layer 0: no row names two experts" in result.stdout
     found = json.loads(run("loads", tmp_path / "trace", "--json").stdout)
-    wanted = trace_loads(open_trace(COMPLETION, Asked(experts=64)), 8)
+    wanted = trace_loads(open_trace(COMPLETION, Asked(experts=64)), 8).to_dict()
     assert found["layers"] == json.loads(json.dumps(wanted["layers"]))
 
 
@@ -113,7 +114,7 @@ def test_loads_of_a_trace_on_a_plans_placement(tmp_path: Path) -> None:
         "loads", "sample:gpt_oss_20b_decode", "--placement", tmp_path / "plan.toml", "--json"
     )
     assert result.exit_code == 0, result.stderr
-    wanted = trace_loads(sample("gpt_oss_20b_decode"), [dealt])
+    wanted = trace_loads(sample("gpt_oss_20b_decode"), [dealt]).to_dict()
     assert json.loads(result.stdout)["overall"] == wanted["overall"]
 
 
@@ -136,7 +137,7 @@ def test_simulate_is_that_of_the_library(tmp_path: Path, recorded: dict[str, Pat
     plan = Plan((CapacityPolicy(capacity_factor=1.5, min_expert_load=0),), (2,))
     plan.save(tmp_path / "plan.toml")
     arguments = ["--policy", policy, "--plan", tmp_path / "plan.toml", "--devices", "4"]
-    result = run("simulate", recorded["choices"], "--json", *arguments)
+    result = run("loads", recorded["choices"], "--json", *arguments)
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
     plans = {
@@ -144,10 +145,10 @@ def test_simulate_is_that_of_the_library(tmp_path: Path, recorded: dict[str, Pat
         policy: Plan((CapacityPolicy.parse(policy),), (4,)),
         str(tmp_path / "plan.toml"): plan,
     }
-    wanted = json.loads(json.dumps(simulate(open_trace(recorded["choices"]), plans)))
+    wanted = json.loads(json.dumps(simulate(open_trace(recorded["choices"]), plans).to_dict()))
     assert found["plans"] == wanted["plans"]
     assert found["plans"][policy]["overall"]["dropped"] > 0
-    shown = "".join(run("simulate", recorded["choices"], *arguments).stdout.split())
+    shown = "".join(run("loads", recorded["choices"], *arguments).stdout.split())
     assert "nocap" in shown
     for of_plan in wanted["plans"].values():
         assert f"{of_plan['overall']['gain']:.2f}×" in shown
@@ -157,7 +158,7 @@ def test_simulate_without_repeats(tmp_path: Path) -> None:
     trace = "sample:esft_v2lite_intent"
     results = {}
     for extra in ([], ["--without", "repeats"], ["--without", "commonest"]):
-        result = run("simulate", trace, "--batch-tokens", "1024", "--json", *extra)
+        result = run("loads", trace, *CAP, "--batch-tokens", "1024", "--json", *extra)
         assert result.exit_code == 0, result.stderr
         overall = json.loads(result.stdout)["plans"]["no cap"]["overall"]
         results[" ".join(extra)] = overall["assignments"]
@@ -166,27 +167,33 @@ def test_simulate_without_repeats(tmp_path: Path) -> None:
 
 
 BAD = {
-    "no such trace": (["simulate", "{tmp}/none"], "there is no trace"),
+    "no such trace": (["loads", "{tmp}/none.npz", *CAP], "there is no trace"),
     "unknown sample": (["loads", "sample:none"], "allowed are esft"),
-    "counts simulated": (["simulate", "{counts}"], "holds counts"),
+    "counts simulated": (["loads", "{counts}", *CAP], "holds counts"),
     "counts cut": (["loads", "{counts}", "--batch-tokens", "8"], "can't be cut"),
     "no experts": (["loads", "{completion}"], "--experts"),
     "other k": (["loads", "{completion}", "--experts", "64", "--k", "4"], "k=4 was said"),
     "negative experts": (["loads", "{completion}", "--experts", "-1"], "experts=-1"),
     "no config": (["loads", "{completion}", "--model-config", "{tmp}/x"], "can't be read"),
-    "policy on loads": (["loads", "sample:esft_v2lite_law", "--policy", "gamma=1"], "simulate"),
-    "page of a trace": (["loads", "sample:esft_v2lite_law", "--html", "{tmp}/x.html"], "--html"),
+    "shadow of a trace": (["loads", "sample:esft_v2lite_law", "--shadow"], "is for a model"),
+    "two plans on a page": (
+        ["loads", "sample:esft_v2lite_law", *CAP, *CAP, "--html", "{tmp}/x"], "must be given once",
+    ),
+    "placed twice": (
+        ["loads", "sample:esft_v2lite_law", *CAP, "--placement", "x", "--devices", "4"],
+        "give one of them",
+    ),
     "trace option on a model": (["loads", "demo", "--batch-tokens", "8"], "is for a trace"),
     "too many devices": (["loads", "sample:esft_v2lite_law", "--devices", "65"], "65"),
-    "no devices": (["simulate", "sample:esft_v2lite_law", "--devices", "0"], "at least 1"),
-    "no batch": (["simulate", "sample:esft_v2lite_law", "--batch-tokens", "0"], "at least 1"),
-    "bad policy": (["simulate", "sample:esft_v2lite_law", "--policy", "speed=9"], "speed"),
+    "no devices": (["loads", "sample:esft_v2lite_law", "--devices", "0"], "at least 1"),
+    "no batch": (["loads", "sample:esft_v2lite_law", "--batch-tokens", "0"], "at least 1"),
+    "bad policy": (["loads", "sample:esft_v2lite_law", "--policy", "speed=9"], "speed"),
     "no scores": (
-        ["simulate", "sample:esft_v2lite_law", "--policy", "gamma=1,expand=all,min_expert_load=0"],
+        ["loads", "sample:esft_v2lite_law", "--policy", "gamma=1,expand=all,min_expert_load=0"],
         "scores of all experts",
     ),
-    "bad rows": (["simulate", "sample:esft_v2lite_law", "--without", "all"], "commonest"),
-    "no plan": (["simulate", "sample:esft_v2lite_law", "--plan", "{tmp}/x.toml"], "x.toml"),
+    "bad rows": (["loads", "sample:esft_v2lite_law", "--without", "all"], "commonest"),
+    "no plan": (["loads", "sample:esft_v2lite_law", "--plan", "{tmp}/x.toml"], "x.toml"),
     "folder in use": (["record", "demo", "--out", "{counts}"], "holds something"),
     "folder nowhere": (["record", "demo", "--out", "{tmp}/a/b"], "can't be written"),
     "text and prompts": (

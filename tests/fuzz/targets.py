@@ -29,8 +29,8 @@ from paceline.analysis.hardware import PRESETS, hardware_of, save_hardware
 from paceline.analysis.model_config import expert_groups, hidden_layers, layer_shape
 from paceline.analysis.planner import SCHEMA as PLANNER_SCHEMA
 from paceline.checkpoint.folder import open_checkpoint
-from paceline.cli.record import read_prompts
-from paceline.cli.report import _planned as planned_result
+from paceline.cli.sources import read_prompts
+from paceline.cli.trace_loads import read_planned as planned_result
 from paceline.engines.transformers.config import load_policy
 from paceline.engines.vllm.control import PATH
 from paceline.plan import Plan
@@ -394,7 +394,7 @@ def _prompts(data: bytes, folder: Path) -> None:
 
 
 def _planned_json(data: bytes, folder: Path) -> None:
-    """What `paceline plan --json` wrote, as `paceline report` reads it."""
+    """What `paceline plan --json` wrote, as `paceline loads` reads it."""
     (folder / "plan.json").write_bytes(b'{"schema": "' + PLANNER_SCHEMA.encode() + b'", ' + data)
     planned_result(str(folder / "plan.json"))
 

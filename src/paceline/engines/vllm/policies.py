@@ -30,7 +30,7 @@ def check_policy(layer: Any, policy: CapacityPolicy) -> None:
     if layer.stand_ins is None and (policy.compensate or policy.keep == "contribution"):
         raise ValueError(
             f"{learned} needs a calibration of this model: start the server with "
-            "--calibration FOLDER (PACELINE_CALIBRATION), as `paceline calibrate` makes it."
+            "--calibration FOLDER (PACELINE_CALIBRATION), as `paceline tune` makes it."
         )
     if policy.compensate and policy.expand is not None and layer.slots:
         raise ValueError(
