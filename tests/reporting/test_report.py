@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from paceline.analysis.results import CapStudy
 from typer.testing import CliRunner
 
 import paceline.traces
 from paceline import CapacityPolicy, ExpertPlacement
 from paceline.analysis.cap_study import GAMMAS, cap_study
+from paceline.analysis.results import CapStudy
 from paceline.analysis.traffic import picked
 from paceline.cli.app import app
 from paceline.plan import Plan
@@ -118,9 +118,7 @@ def test_every_way_is_what_simulate_says(law: CapStudy) -> None:
                 ),
             )
         )
-        plans[str((way.placement, way.unit, way.gamma))] = Plan(
-            cap, placements[way.placement]
-        )
+        plans[str((way.placement, way.unit, way.gamma))] = Plan(cap, placements[way.placement])
     found = simulate(second, plans).plans
     for way in law.ways:
         overall = found[str((way.placement, way.unit, way.gamma))].overall
@@ -272,9 +270,7 @@ def test_figures_are_plotly_objects(law: CapStudy) -> None:
     figures = plotly_figures(law)
     assert set(figures) == {"map", "map_placed", "layers", "devices", "frontier"}
     line = figures["frontier"].data[0]
-    ways = [
-        w for w in law.ways if w.placement == "in order" and w.unit in ("device", None)
-    ]
+    ways = [w for w in law.ways if w.placement == "in order" and w.unit in ("device", None)]
     assert sorted(line.y) == sorted(round(way.gain, 4) for way in ways)
     looks = {(trace.line.dash, trace.marker.symbol) for trace in figures["frontier"].data}
     assert len(looks) == 4  # told apart without colours
@@ -338,10 +334,14 @@ def test_a_plan_file_is_shown_beside_the_caps(tmp_path: Path) -> None:
     found = json.loads(result.stdout)
     assert (found["devices"], found["judged_on"]) == (4, "all batches")
     assert found["expert_to_device"]["placed"][3] == list(placement.expert_to_device)
-    wanted = simulate(
-        sample("esft_v2lite_law").regrouped(1024),
-        {"none": Plan(placements=(4,)), "plan": Plan.load(path)},
-    ).plans["plan"].overall
+    wanted = (
+        simulate(
+            sample("esft_v2lite_law").regrouped(1024),
+            {"none": Plan(placements=(4,)), "plan": Plan.load(path)},
+        )
+        .plans["plan"]
+        .overall
+    )
     assert found["plan"]["dropped_share"] == wanted.dropped_share
     assert found["plan"]["gain"] == wanted.gain
 
