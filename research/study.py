@@ -190,7 +190,7 @@ def tables(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
             ]
         )
     out["batch size"] = _table(
-        ["tokens a batch", "busiest device", "place", "cap 1.25: dropped", "mass lost", "gain"],
+        ["tokens per batch", "busiest device", "place", "cap 1.25: dropped", "mass lost", "gain"],
         rows,
     )
     if "loads_demo" in results:

@@ -119,7 +119,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "many": ([*MODEL, "--new-tokens", "9999"], "allowed are 512"),
     "devices of a model": ([*MODEL, "--devices", "100"], "32 experts go on 1 to 32"),
     "plan of a model": ([*MODEL, "--plan", "{two}"], "the model has 4"),
-    "policies of a model": ([*MODEL, "--plan", "{pair}"], "policy has 2 entries"),
+    "policies of a model": ([*MODEL, "--plan", "{pair}"], "got 2 entries"),
 }
 
 
