@@ -312,11 +312,11 @@ def test_the_command(tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["sample:gpt_oss_20b_decode"], "has experts=32"),
-        (["sample:esft_v2lite_law", "--hardware", "h999"], "hardware 'h999'"),
+        (["sample:esft_v2lite_law", "--hardware", "h999"], "got 'h999'"),
         (["sample:esft_v2lite_law", "--max-mass-loss", "x"], "--max-mass-loss"),
         (["sample:esft_v2lite_law", "--min-gain", "100%"], "--min-gain"),
         (["sample:esft_v2lite_law", "--pool", "all"], "pool must be"),
-        (["sample:esft_v2lite_law", "--devices", "0"], "num_devices must be"),
+        (["sample:esft_v2lite_law", "--devices", "0"], "--devices must be"),
         (["sample:esft_v2lite_law", "--batch-tokens", "4096"], "at least 2 batches, to choose"),
         (["sample:esft_v2lite_law", "--link", "0"], "--link"),
     ],

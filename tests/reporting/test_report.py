@@ -10,6 +10,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,11 @@ from typer.testing import CliRunner
 import paceline.traces
 from paceline import CapacityPolicy, ExpertPlacement
 from paceline.analysis.cap_study import GAMMAS, cap_study
+from paceline.analysis.cost import LayerShape
+from paceline.analysis.hardware import PRESETS
+from paceline.analysis.placing import PlacementSpec
+from paceline.analysis.plan_goal import Goal
+from paceline.analysis.planner import make_plan
 from paceline.analysis.results import CapStudy
 from paceline.analysis.traffic import picked
 from paceline.cli.app import app
@@ -358,14 +364,14 @@ def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
     broken.write_text('{"schema": "paceline-plan/1", "trace": "x"', encoding="utf-8")
     lacking = tmp_path / "lacking.json"
     lacking.write_text('{"schema": "paceline-plan/1", "trace": "x"}', encoding="utf-8")
-    whole: dict[str, Any] = {
-        "schema": "paceline-plan/1", "trace": LAW, "devices": 8, "decision": "place",
-        "verdict": ["Do."], "hardware": "h20", "precision": "bf16", "batch_tokens": None,
-        "other_trace": None, "second_half": {"frontier": [{"placement": "placed", "gain": "x"}]},
-    }  # fmt: skip
-    pointless, silent = tmp_path / "pointless.json", tmp_path / "silent.json"
-    pointless.write_text(json.dumps(whole, indent=2), encoding="utf-8")
+    goal = Goal(PlacementSpec(8), LayerShape(2048, 1408, 64, 6), PRESETS["h20"])
+    whole = make_plan(sample("esft_v2lite_law"), goal, batch_tokens=2048)[1].to_dict()
+    silent = tmp_path / "silent.json"
     silent.write_text(json.dumps(whole | {"verdict": []}, indent=2), encoding="utf-8")
+    for point in whole["second_half"]["frontier"]:
+        del point["budget"]
+    pointless = tmp_path / "pointless.json"
+    pointless.write_text(json.dumps(whole, indent=2), encoding="utf-8")
     cases: list[tuple[list[Any], str]] = [
         ([LAW, "--html", tmp_path / "no" / "page.html"], "there is no folder"),
         ([LAW, "--hardware", "h20", "--json"], "needs --model-config"),
@@ -373,8 +379,8 @@ def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
         ([LAW, "--devices", "65", "--json"], "65"),
         (["sample:none", "--json"], "there is no sample"),
         ([broken, "--json"], "cut off or broken"),
-        ([lacking, "--json"], "has no proper devices"),
-        ([pointless, "--json"], "has no proper frontier"),
+        ([lacking, "--json"], "has no proper model"),
+        ([pointless, "--json"], "has no proper second_half.frontier.0.budget"),
         ([silent, "--json"], "has no proper verdict"),
     ]
     for arguments, words in cases:
