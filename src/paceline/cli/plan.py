@@ -98,16 +98,17 @@ def plan(
       paceline plan trace --place-only --replicas 8 --model-config model --maps maps
     """
     from paceline.analysis.hardware import BYTES
-    from paceline.analysis.model_config import expert_groups, hidden_layers
     from paceline.analysis.placing import PlacementSpec
+    from paceline.model_config import read_model_config
 
     check_at_least(1, devices=devices)
     check_writable(out, maps if maps is None or not maps.is_dir() else None)
     if precision is not None and precision not in BYTES:
         raise ValueError(f"--precision must be one of {', '.join(BYTES)}, got {precision}.")
     if model_config is not None:
-        groups = expert_groups(model_config) if groups is None else groups
-        layers = layers or hidden_layers(model_config)
+        config = read_model_config(model_config)
+        groups = config.expert_groups if groups is None else groups
+        layers = layers or config.hidden_layers
     spec = PlacementSpec(
         DEVICES if devices is None else devices, replicas, 1 if groups is None else groups, nodes
     )
@@ -151,8 +152,8 @@ def goal_of(
     Raises:
         ValueError: if the config, the hardware or a number can't be used.
     """
+    from paceline.analysis.cost import layer_shape
     from paceline.analysis.hardware import hardware_of, linked
-    from paceline.analysis.model_config import layer_shape
     from paceline.analysis.plan_goal import Goal
 
     if link is not None and not link > 0:
@@ -311,9 +312,9 @@ def _place(
     config: Path | None,
     precision: str | None,
 ) -> dict[str, Any]:
+    from paceline.analysis.cost import layer_shape
     from paceline.analysis.expert_map import write_maps
     from paceline.analysis.hardware import BYTES
-    from paceline.analysis.model_config import layer_shape
     from paceline.analysis.placing import layer_plan, place
 
     with progress() as tell:

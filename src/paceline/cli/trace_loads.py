@@ -259,11 +259,11 @@ def study(
         ValueError: if options contradict each other or don't fit the trace.
     """
     from paceline.analysis.cap_study import cap_study
-    from paceline.analysis.model_config import expert_groups
     from paceline.analysis.placing import PlacementSpec
     from paceline.analysis.planner import make_plan
     from paceline.cli.plan import goal_of
     from paceline.evaluation.sweep_file import read_sweep
+    from paceline.model_config import read_model_config
 
     config: Path | None = facts["model_config"]
     if hardware is not None and config is None:
@@ -284,7 +284,7 @@ def study(
     with progress() as tell:
         found = cap_study(trace, devices or DEVICES, batch_tokens, plan, tell, other)
         if hardware is not None and config is not None:
-            spec = PlacementSpec(found.devices, groups=expert_groups(config))
+            spec = PlacementSpec(found.devices, groups=read_model_config(config).expert_groups)
             goal = goal_of(config, hardware, spec)
             made, planned = make_plan(trace, goal, other, batch_tokens, tell)
             plan = made if plan is None else plan
