@@ -203,7 +203,7 @@ def quality_of_demo(batch: int, count: int, prompt: int = 32, length: int = 64) 
 def read_of_groups(
     model: Any, groups: list[Batch], prompt: int, policy: str | None, found: Calibration
 ) -> tuple[float, float]:
-    """Average `read_in_step` over the prompts' ends."""
+    """Compute the mean of `read_in_step` over the prompts' ends."""
     totals = [0.0, 0.0]
     for group in groups:
         with under(model, policy or "untouched", found):

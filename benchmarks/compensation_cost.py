@@ -1,4 +1,4 @@
-"""What stand-ins cost at OLMoE's shape, on a CPU: their time in a capped layer, and fitting them.
+"""Cost of stand-ins at OLMoE's shape, on a CPU: their time in a capped layer, and fitting them.
 
     python benchmarks/compensation_cost.py --out benchmarks/results/compensation_cost.json
 
@@ -81,7 +81,7 @@ def time_layer(tokens: int, rounds: int) -> dict[str, Any]:
 
 
 def time_fit(experts: int) -> dict[str, Any]:
-    """Rows of so many experts, each with those that a mean expert of 64 gets."""
+    """Time the fit of so many experts, each with the rows of a mean expert of 64."""
     each = TOKENS * K // EXPERTS
     weight = torch.randn(3, HIDDEN, WIDTH) / HIDDEN**0.5
 

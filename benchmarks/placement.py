@@ -35,7 +35,7 @@ RESULTS = Path(__file__).parent / "results" / "placement.json"
 
 
 def load(folder: Path | None) -> dict[str, Trace]:
-    """The traffics, by name."""
+    """Open the traces, by name."""
     if folder is None:
         return {name: sample(name) for name in NAMES}
     return {
@@ -45,7 +45,7 @@ def load(folder: Path | None) -> dict[str, Trace]:
 
 
 def held_out(traces: Mapping[str, Trace]) -> list[dict[str, Any]]:
-    """Every way of placing on the second half of the traffic it was fitted on."""
+    """Judge every placement on the second half of the trace it was fitted on."""
     rows = []
     for name, trace in traces.items():
         for size in SIZES[name]:
@@ -68,7 +68,7 @@ def held_out(traces: Mapping[str, Trace]) -> list[dict[str, Any]]:
 
 
 def transfer(traces: Mapping[str, Trace], size: int = 1024) -> list[dict[str, Any]]:
-    """A placement fitted on one task, judged on the other; and one fitted on both."""
+    """Judge a placement fitted on one task on the other; and one fitted on both."""
     two = ("esft_v2lite_intent", "esft_v2lite_law")
     maps = {name: place(traces[name], PlacementSpec(DEVICES))[0] for name in two}
     rows = []
@@ -85,8 +85,8 @@ def transfer(traces: Mapping[str, Trace], size: int = 1024) -> list[dict[str, An
 
 
 def place_then_cap(traces: Mapping[str, Trace], size: int = 1024) -> list[dict[str, Any]]:
-    """What a cap of 1.0 a device drops where experts lie in order, as this very traffic wants
-    them, or as the other one does."""
+    """Simulate a cap of 1.0 per device on experts in order, placed for this trace, or for the
+    other one."""
     two = ("esft_v2lite_intent", "esft_v2lite_law")
     maps = {name: place(traces[name], PlacementSpec(DEVICES))[0] for name in two}
     policy = CapacityPolicy(capacity_factor=1.0, min_expert_load=0)
@@ -112,7 +112,7 @@ def place_then_cap(traces: Mapping[str, Trace], size: int = 1024) -> list[dict[s
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A Markdown table."""
+    """Write a Markdown table."""
     print(f"\n## {title}\n")
     names = list(rows[0])
     print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))

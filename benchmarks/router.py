@@ -87,7 +87,7 @@ def cases(
 
 
 def ours(logits: Tensor, k: int, backends: list[str]) -> list[Entry]:
-    """Token Drop at either unit and Expanded Drop with 8 local candidates, on every backend."""
+    """Make entries of Token Drop at either unit and Expanded Drop, on every backend."""
     entries = []
     for backend in backends:
         for name, (policy, placement, of_token) in cases(*logits.shape).items():
@@ -115,7 +115,7 @@ def dense(assignment: Assignment) -> Tensor:
 
 
 def megatron(logits: Tensor, k: int) -> Entry:
-    """Megatron-Core's top-k with its capacity, dropping by probability."""
+    """Make an entry of Megatron-Core's top-k with its capacity, dropping by probability."""
     from megatron.core.transformer.moe import moe_utils
 
     def run() -> tuple[Tensor, Tensor]:
@@ -129,7 +129,7 @@ def megatron(logits: Tensor, k: int) -> Entry:
 
 
 def deepspeed(logits: Tensor, k: int) -> Entry:
-    """DeepSpeed's top-k gating with sparse routes, dropping by probability."""
+    """Make an entry of DeepSpeed's top-k gating with sparse routes, dropping by probability."""
     from deepspeed.moe.sharded_moe import topkgating
 
     def run() -> Any:

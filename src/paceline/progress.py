@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 Progress: TypeAlias = Callable[[int, int, str], None]
-"""Called with the amount done, the total, and a few words on it."""
+"""Called with steps done, steps in all, and a few words on the work."""
 
 
 class Steps:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from paceline.balance import unit_matrix
-from paceline.files import whole_file
+from paceline.files import atomic_file
 from paceline.placement import ExpertPlacement
 
 Loads = NDArray[np.float64]
@@ -309,7 +309,7 @@ def write_maps(
     texts = [write_form(form, named, hidden_layers or max(named) + 1) for form in FORMS]
     folder.mkdir(exist_ok=True)
     for name, text in texts:
-        with whole_file(folder / name, private=False) as file:
+        with atomic_file(folder / name, private=False) as file:
             file.write_text(text, encoding="utf-8")
     return [folder / name for name, _ in texts]
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.files import MOST_SETTINGS, read_plain, whole_file
+from paceline.files import MOST_SETTINGS, atomic_file, read_plain
 from paceline.text import shortened
 
 Precision = Literal["bf16", "fp8", "fp4"]
@@ -191,7 +191,7 @@ def save_hardware(hardware: Hardware, path: Path, more: dict[str, Any] | None = 
     True
     """
     content = {"hardware": asdict(hardware), **(more or {})}
-    with whole_file(path, private=False) as file:
+    with atomic_file(path, private=False) as file:
         file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.analysis.results import CapStudy, CapWay, PlanResult, loss
 from paceline.analysis.verdict import IN_ORDER, PLACED
-from paceline.files import whole_file
+from paceline.files import atomic_file
 from paceline.reporting.figures import Figure, bars, layer_peaks, line, relative
 from paceline.reporting.load_map import load_map
 from paceline.reporting.style import ACCENT, AFTER, BEFORE, INK, axis, layout
@@ -100,7 +100,7 @@ def write_figures(
             except RuntimeError as error:
                 raise ValueError(f"no figure can be drawn: {error}") from None
             path = folder / f"{name}.{kind}"
-            with whole_file(path) as file:
+            with atomic_file(path) as file:
                 file.write_bytes(drawn)
             written.append(path)
     return written
