@@ -21,7 +21,7 @@ from paceline.analysis.expert_map import ExpertMap
 from paceline.analysis.placing import PlacementSpec, judge_placements, place
 from paceline.analysis.traffic import Part, batches_of, count_batches
 from paceline.plan import Plan
-from paceline.traces import Asked, Trace, open_trace, sample
+from paceline.traces import ImportOptions, Trace, open_trace, sample
 from paceline.traces.simulate import simulate
 
 NAMES = {"esft_v2lite_intent": 64, "esft_v2lite_law": 64, "gpt_oss_20b_decode": 32}
@@ -39,7 +39,7 @@ def load(folder: Path | None) -> dict[str, Trace]:
     if folder is None:
         return {name: sample(name) for name in NAMES}
     return {
-        name: open_trace(folder / f"{name}.npz", Asked(experts=experts))
+        name: open_trace(folder / f"{name}.npz", ImportOptions(experts=experts))
         for name, experts in NAMES.items()
     }
 

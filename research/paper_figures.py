@@ -31,7 +31,7 @@ from paceline.demo.assets import domains, load_model, read_text
 from paceline.evaluation.perplexity import Losses, batch_losses, change
 from paceline.plan import Plan
 from paceline.traces import Trace, open_trace, sample
-from paceline.traces.bearing import keeps_of
+from paceline.traces.policy_support import keeps_of
 from paceline.traces.record import Recorder
 from paceline.traces.simulate import simulate
 

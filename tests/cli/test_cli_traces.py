@@ -5,25 +5,19 @@ from __future__ import annotations
 import json
 import stat
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from commands import run
 
 from paceline import CapacityPolicy
-from paceline.cli.app import app
 from paceline.plan import Plan
-from paceline.traces import Asked, open_trace, sample
+from paceline.traces import ImportOptions, open_trace, sample
 from paceline.traces.loads import trace_loads
 from paceline.traces.simulate import simulate
 
 SAMPLES = Path(__file__).parents[1] / "traces" / "samples"
 CAP = ("--policy", "capacity_factor=1,min_expert_load=0")
 COMPLETION = SAMPLES / "vllm/chat_completion.v0.32.json"
-
-
-def run(*arguments: str | Path) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +85,7 @@ def test_loads_of_another_programs_file(tmp_path: Path) -> None:
     for arguments in (["--experts", "64"], ["--model-config", config]):
         result = run("loads", COMPLETION, "--json", *arguments)
         assert result.exit_code == 0, result.stderr
-        wanted = trace_loads(open_trace(COMPLETION, Asked(experts=64)), 8).to_dict()
+        wanted = trace_loads(open_trace(COMPLETION, ImportOptions(experts=64)), 8).to_dict()
         assert json.loads(result.stdout)["layers"] == json.loads(json.dumps(wanted["layers"]))
 
 
@@ -101,7 +95,7 @@ def test_an_imported_trace_needs_no_telling(tmp_path: Path) -> None:
     assert "choices of 4 layers of 64 experts, 1 batch (request), 40 tokens" in result.stdout
     assert "Note: layer 0: no row names two experts" in result.stdout
     found = json.loads(run("loads", tmp_path / "trace", "--json").stdout)
-    wanted = trace_loads(open_trace(COMPLETION, Asked(experts=64)), 8).to_dict()
+    wanted = trace_loads(open_trace(COMPLETION, ImportOptions(experts=64)), 8).to_dict()
     assert found["layers"] == json.loads(json.dumps(wanted["layers"]))
 
 
@@ -172,8 +166,8 @@ BAD = {
     "counts simulated": (["loads", "{counts}", *CAP], "holds counts"),
     "counts cut": (["loads", "{counts}", "--batch-tokens", "8"], "can't be cut"),
     "no experts": (["loads", "{completion}"], "--experts"),
-    "other k": (["loads", "{completion}", "--experts", "64", "--k", "4"], "k=4 was said"),
-    "negative experts": (["loads", "{completion}", "--experts", "-1"], "experts=-1"),
+    "other k": (["loads", "{completion}", "--experts", "64", "--k", "4"], "k=4 was given"),
+    "negative experts": (["loads", "{completion}", "--experts", "-1"], "experts must be from 1 to"),
     "no config": (["loads", "{completion}", "--model-config", "{tmp}/x"], "can't be read"),
     "shadow of a trace": (["loads", "sample:esft_v2lite_law", "--shadow"], "is for a model"),
     "two plans on a page": (

@@ -38,12 +38,12 @@ from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
 from paceline.stand_ins.file import Calibration
 from paceline.stand_ins.layer import LayerCalibration
-from paceline.traces import Asked, open_trace, sample, save_trace
+from paceline.traces import ImportOptions, open_trace, sample, save_trace
 from paceline.traces.tables import load_tables
 from paceline.traces.trace import Trace
 
 SAMPLES = Path(__file__).parents[1] / "traces" / "samples"
-ASKED = Asked(experts=64, k=6, layers=5)
+OPTIONS = ImportOptions(experts=64, k=6, layers=5)
 OURS = str(Path(paceline.__file__).parent)
 LONGEST = 1200
 """Characters that one sentence may have: it quotes what it found shortened."""
@@ -214,7 +214,7 @@ def _consume(trace: Trace) -> None:
 def _trace_file(data: bytes, folder: Path) -> None:
     path = folder / "input"
     path.write_bytes(data)
-    _consume(open_trace(path, ASKED))
+    _consume(open_trace(path, OPTIONS))
 
 
 def _trace_files() -> list[bytes]:
@@ -263,12 +263,12 @@ def _save_small_trace(folder: Path) -> None:
 
 def _trace_folder(data: bytes, folder: Path) -> None:
     _write_but(data, _own_trace(), folder)
-    _consume(open_trace(folder, ASKED))
+    _consume(open_trace(folder, OPTIONS))
 
 
 def _statistic_folder(data: bytes, folder: Path) -> None:
     _write_but(data, _folder_files(SAMPLES / "trtllm" / "expert_statistic"), folder)
-    _consume(open_trace(folder, ASKED))
+    _consume(open_trace(folder, OPTIONS))
 
 
 # -- what a run on a user's text leaves, models, machines ------------------------------------------

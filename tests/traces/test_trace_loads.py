@@ -17,7 +17,7 @@ from made_up_traces import count_trace, traces
 from strategies import placements
 
 from paceline import ExpertPlacement
-from paceline.traces import Asked, Trace, open_trace, sample
+from paceline.traces import ImportOptions, Trace, open_trace, sample
 from paceline.traces.format import MODALITIES, PHASES, UNKNOWN
 from paceline.traces.loads import trace_loads
 from paceline.traces.rows import repeats, without
@@ -135,7 +135,7 @@ def expected() -> list[tuple[Path, dict[str, Any]]]:
 
 @pytest.mark.parametrize(("path", "said"), expected(), ids=[p.name for p, _ in expected()])
 def test_pooled_figures_of_every_format(path: Path, said: dict[str, Any]) -> None:
-    trace = open_trace(path, Asked(experts=64, k=said.get("k"), layers=5))
+    trace = open_trace(path, ImportOptions(experts=64, k=said.get("k"), layers=5))
     for layer, figures in enumerate(trace_loads(trace, 8).to_dict()["layers"]):
         for name in ("expert", "device"):
             key = "expert_peak_to_mean" if name == "expert" else "device_peak_to_mean_8_contiguous"
@@ -172,7 +172,7 @@ def test_layers_of_other_numbers_of_experts() -> None:
 def test_shares_have_balance_and_no_totals(tmp_path: Path) -> None:
     table = {"token_scores": {"1": {"0": 0.5, "3": 0.5}, "2": {"1": 0.25, "2": 0.75}}}
     (tmp_path / "it.json").write_text(json.dumps(table))
-    got = trace_loads(open_trace(tmp_path / "it.json", Asked(experts=4)), 2).to_dict()
+    got = trace_loads(open_trace(tmp_path / "it.json", ImportOptions(experts=4)), 2).to_dict()
     assert got["tokens"] is None
     assert [layer["assignments"] for layer in got["layers"]] == [None, None]
     assert [layer["pooled_expert_peak_to_mean"] for layer in got["layers"]] == [2.0, 3.0]

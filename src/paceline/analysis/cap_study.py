@@ -30,7 +30,6 @@ from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
 from paceline.progress import Progress, Steps
 from paceline.traces import Trace
-from paceline.traces.bearing import keeps_of
 from paceline.traces.loads import trace_loads
 from paceline.traces.results import SimulatedPlan
 from paceline.traces.simulate import simulate

@@ -16,7 +16,7 @@ from paceline.analysis.placing import PlacementSpec
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.traces import Trace
-from paceline.traces.bearing import check_bearing, keeps_of
+from paceline.traces.policy_support import check_bearing, keeps_of
 from paceline.traces.tables import load_tables
 
 DEVICE_FACTORS = (1.0, 1.1, 1.25, 1.5, 2.0)

@@ -32,7 +32,7 @@ from paceline.policy import CapacityPolicy
 from paceline.progress import Progress, Steps
 from paceline.routing import Assignment
 from paceline.traces import Trace
-from paceline.traces.bearing import keeps_of, pools_of
+from paceline.traces.policy_support import keeps_of, pools_of
 from paceline.traces.simulate import simulate
 
 Chosen = Mapping[str, Mapping[float, list[CapacityPolicy]]]

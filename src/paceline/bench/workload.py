@@ -14,7 +14,7 @@ from paceline.bench.captured import capture
 from paceline.numbers import check_count
 from paceline.placement import ExpertPlacement
 from paceline.routing import RoutingInputs
-from paceline.traces import Asked, open_trace
+from paceline.traces import ImportOptions, open_trace
 from paceline.traces.chunk import joined
 
 
@@ -264,7 +264,7 @@ def trace_workload(path: Path, shape: Shape, layer: int, tokens: int, offset: in
 
 def _recorded(path: Path, shape: Shape, layer: int) -> RoutingInputs:
     """Read the whole routing of one layer."""
-    trace = open_trace(path, Asked(experts=shape.experts, k=shape.k))
+    trace = open_trace(path, ImportOptions(experts=shape.experts, k=shape.k))
     header = trace.header
     if not header.per_token:
         raise ValueError(f"trace {path} holds {header.content}, not what each token chose.")

@@ -15,7 +15,7 @@ from paceline.balance import Peaks, share, spread, straggler_loss
 from paceline.plan import Plan
 from paceline.progress import Progress
 from paceline.routing import Assignment
-from paceline.traces.bearing import check_bearing
+from paceline.traces.policy_support import check_bearing
 from paceline.traces.results import SimulatedModel, SimulatedPlan, Simulation
 from paceline.traces.simulate_layer import LayerBatches, LayerSimulation, gate_mass_lost
 from paceline.traces.trace import Trace

@@ -1,32 +1,36 @@
-"""TensorRT-LLM's EXPERT_STATISTIC_PATH: meta_info.json and one safetensors file a rank."""
+"""TensorRT-LLM's EXPERT_STATISTIC_PATH: meta_info.json and one safetensors file per rank."""
 
 from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 
 from paceline.text import shortened
 from paceline.traces.format import MAX_HEADER_BYTES, TraceError, read_bounded, seen
-from paceline.traces.importers.asked import Asked
-from paceline.traces.importers.counts import from_counts, layer_names
+from paceline.traces.importers.source import Source
+from paceline.traces.importers.to_trace import from_counts, layer_names
 from paceline.traces.trace import Trace
 
 META = "meta_info.json"
 _MAX_RANK_BYTES, _MAX_TABLE = 1 << 30, 1 << 27
 
 
-def read_statistic(folder: Path, asked: Asked) -> Trace:
-    """Counts by iteration and layer, keys "{iteration}_{layer}", summed over ranks.
+def matches(source: Source) -> bool:
+    """Check for a folder with meta_info.json."""
+    return META in source.names
+
+
+def read(source: Source) -> Trace:
+    """Read counts by iteration and layer, keys "{iteration}_{layer}", summed over ranks.
 
     Raises:
-        TraceError: if a file can't be.
+        TraceError: if a file is missing, or not of this form.
     """
     from safetensors import SafetensorError, safe_open
 
-    where = str(folder)
+    folder = source.path
     try:
         meta = json.loads(read_bounded(folder / META, MAX_HEADER_BYTES))
         experts, k = meta["num_experts"], meta["num_experts_per_token"]
@@ -38,8 +42,8 @@ def read_statistic(folder: Path, asked: Asked) -> Trace:
         raise TraceError(
             f"{folder / META}: expected are num_experts and num_experts_per_token."
         ) from None
-    asked.agrees("experts", experts, where)
-    asked.agrees("k", k, where)
+    source.agree("experts", experts)
+    source.agree("k", k)
     ranks = sorted(folder.glob("rank*.safetensors"))
     if not ranks:
         raise TraceError(f"{folder} has no rank*.safetensors beside {META}.")
@@ -58,8 +62,7 @@ def read_statistic(folder: Path, asked: Asked) -> Trace:
                             f"ITERATION_LAYER with [{experts}]."
                         )
                     place = int(match[1]), int(match[2])
-                    counts = stored.get_tensor(key)
-                    total[place] = total.get(place, 0) + counts
+                    total[place] = total.get(place, 0) + stored.get_tensor(key)
         except SafetensorError as error:
             raise TraceError(
                 f"{path} is no safetensors file: {shortened(str(error), 200)}."
@@ -74,6 +77,6 @@ def read_statistic(folder: Path, asked: Asked) -> Trace:
     for (iteration, layer), counts in total.items():
         table[iterations.index(iteration), layers.index(layer)] = counts
     return from_counts(
-        table, layer_names(layers), where=where, source="TensorRT-LLM expert statistic",
-        batches="forward", k=k, asked=asked, notes=[f"the sum of {len(ranks)} ranks"],
+        source, table, layer_names(layers), program="TensorRT-LLM expert statistic",
+        batches="forward", k=k, notes=[f"the sum of {len(ranks)} ranks"],
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Completions of vLLM and SGLang that say which experts every token went to.
+"""Completions of vLLM and SGLang that state which experts every token went to.
 
 vLLM 0.32 (`--enable-return-routed-experts`): `choices[i].routed_experts`, base64 of an .npy array
 [prompt + generated - 1, hidden layers, k] of logical ids; a dense layer is all zeros. vLLM 0.21:
@@ -12,17 +12,16 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.traces.format import PHASES, UNKNOWN, TraceError
-from paceline.traces.importers.arrays import MAGIC, MAX_ARRAY_BYTES, read_npy
-from paceline.traces.importers.asked import Asked
-from paceline.traces.importers.choices import from_choices
-from paceline.traces.importers.counts import layer_names
+from paceline.traces.importers.numpy_arrays import MAGIC, MAX_ARRAY_BYTES, read_npy
+from paceline.traces.importers.source import Source
+from paceline.traces.importers.to_trace import from_choices, layer_names
 from paceline.traces.trace import Trace
 
 Array = npt.NDArray[Any]
@@ -31,28 +30,32 @@ _FIELD = "routed_experts"
 _SGLANG = ("meta_info", "sglext", "sgl_ext")
 
 
-def is_response(data: Any) -> bool:
-    """Whether decoded JSON is a completion, with or without routed experts."""
-    return isinstance(data, dict) and (
-        isinstance(data.get("choices"), list) or any(isinstance(data.get(n), dict) for n in _SGLANG)
+def matches(source: Source) -> bool:
+    """Check for a completion, or a list of them, with or without routed experts."""
+    data = source.json
+    first = data[0] if isinstance(data, list) and data else data
+    return isinstance(first, dict) and (
+        isinstance(first.get("choices"), list)
+        or any(isinstance(first.get(name), dict) for name in _SGLANG)
     )
 
 
-def read_responses(responses: Sequence[Any], where: str, asked: Asked) -> Trace:
-    """Completions, decoded from JSON, as one trace; each is a batch and a request.
+def read(source: Source) -> Trace:
+    """Read completions as one trace; each is a batch and a request.
 
     Raises:
         TraceError: if one has no routed experts, or they are no [tokens, layers, k] ids.
     """
-    experts = asked.needed("experts", where, "how many experts a layer has")
+    experts = source.require("experts")
+    responses = source.json if isinstance(source.json, list) else [source.json]
     parts: list[Array] = []
     phases, notes = [], []
     for number, response in enumerate(responses):
-        place = where if len(responses) == 1 else f"{where}, response {number}"
+        place = source.where if len(responses) == 1 else f"{source.where}, response {number}"
         if not isinstance(response, Mapping):
             raise TraceError(f"{place} is no JSON object.")
         before = len(parts)
-        for part, prompt in _parts(response, place, asked):
+        for part, prompt in _parts(response, place, source):
             parts.append(part)
             phase = np.full(len(part), UNKNOWN if prompt is None else PHASES.index("decode"))
             phase[: prompt or 0] = PHASES.index("prefill")
@@ -61,14 +64,14 @@ def read_responses(responses: Sequence[Any], where: str, asked: Asked) -> Trace:
             raise TraceError(f"{place} has no {_FIELD}: the server must be told to return them.")
     shapes = {part.shape[1:] for part in parts}
     if len(shapes) > 1:
-        raise TraceError(f"{where} has routed experts [layers, k] of several shapes: {shapes}.")
+        raise TraceError(f"{source.where} has {_FIELD} [layers, k] of several shapes: {shapes}.")
     if any(bool((phase == UNKNOWN).any()) for phase in phases):
         notes.append("how long the prompts are isn't told: phases are unknown")
     notes.append("logical ids before the engine's replication; no weights")
     return from_choices(
-        np.concatenate(parts).swapaxes(0, 1), layer_names(range(parts[0].shape[1])), where=where,
-        source=f"completion with {_FIELD}", experts=experts,
-        starts=np.cumsum([0, *map(len, parts)]), batches="request", k=asked.k,
+        source, np.concatenate(parts).swapaxes(0, 1), layer_names(range(parts[0].shape[1])),
+        program=f"completion with {_FIELD}", experts=experts,
+        starts=np.cumsum([0, *map(len, parts)]), batches="request",
         facts={
             "phase": np.concatenate(phases),
             "request": np.repeat(np.arange(len(parts)), [len(part) for part in parts]),
@@ -77,35 +80,10 @@ def read_responses(responses: Sequence[Any], where: str, asked: Asked) -> Trace:
     )  # fmt: skip
 
 
-def read_request_arrays(arrays: Mapping[str, Array], where: str, asked: Asked) -> Trace:
-    """Arrays [tokens, layers, k], one a request, as kept from vLLM's `CompletionOutput`.
-
-    Raises:
-        TraceError: if they have several shapes [layers, k].
-    """
-    experts = asked.needed("experts", where, "how many experts a layer has")
-    for name, array in arrays.items():
-        if array.ndim != 3 or array.dtype.kind not in "iu":
-            raise TraceError(
-                f"{where}: array {name!r} has shape {list(array.shape)} and dtype {array.dtype}: "
-                "expected are ids [tokens, layers, k]."
-            )
-    parts = [array.astype(np.int64) for array in arrays.values()]
-    if len({part.shape[1:] for part in parts}) != 1:
-        raise TraceError(f"{where}: its arrays differ in [layers, k].")
-    return from_choices(
-        np.concatenate(parts).swapaxes(0, 1), layer_names(range(parts[0].shape[1])), where=where,
-        source="arrays of routed experts, one a request", experts=experts,
-        starts=np.cumsum([0, *map(len, parts)]), batches="request", k=asked.k,
-        facts={"request": np.repeat(np.arange(len(parts)), [len(part) for part in parts])},
-        notes=["logical ids before the engine's replication; no weights; phases are unknown"],
-    )  # fmt: skip
-
-
 def _parts(
-    response: Mapping[str, Any], where: str, asked: Asked
+    response: Mapping[str, Any], where: str, source: Source
 ) -> Iterator[tuple[Array, int | None]]:
-    """[tokens, layers, k] of each choice of a response, and the tokens of its prompt if told."""
+    """Iterate over [tokens, layers, k] of each choice of a response, and its prompt's tokens."""
     shared, usage = response.get("prompt_routed_experts"), response.get("usage")
     choices = response.get("choices")
     for choice in choices if isinstance(choices, list) else [response]:
@@ -119,10 +97,10 @@ def _parts(
         if not found:
             continue
         if isinstance(found[0], str):
-            part = _decoded(found[0], where, asked)
-            told = choice.get("token_ids") or response.get("output_ids")
-            if prompt is None and isinstance(told, list):
-                prompt = len(part) + 1 - len(told)  # the last token generated was never run
+            part = _decoded(found[0], where, source)
+            generated = choice.get("token_ids") or response.get("output_ids")
+            if prompt is None and isinstance(generated, list):
+                prompt = len(part) + 1 - len(generated)  # the last generated token was never run
         else:
             part = _nested(found[0], where)
             if shared is not None:
@@ -132,8 +110,8 @@ def _parts(
         yield part, prompt if usable else None
 
 
-def _decoded(text: str, where: str, asked: Asked) -> Array:
-    """[tokens, layers, k] from base64 of an .npy array, or of bare int32."""
+def _decoded(text: str, where: str, source: Source) -> Array:
+    """Decode [tokens, layers, k] from base64 of an .npy array, or of bare int32."""
     if len(text) > MAX_ARRAY_BYTES:
         raise TraceError(f"{where}: {_FIELD} has {len(text)} characters: too many.")
     try:
@@ -147,18 +125,17 @@ def _decoded(text: str, where: str, asked: Asked) -> Array:
                 f"{where}: {_FIELD} has shape {list(array.shape)}, not [tokens, layers, k]."
             )
         return array.astype(np.int64)
-    layers = asked.needed("layers", where, "how many hidden layers the model has")
-    k = asked.needed("k", where, "how many experts a token has")
+    layers, k = source.require("layers"), source.require("k")
     if not raw or len(raw) % (4 * layers * k):
         raise TraceError(
             f"{where}: {_FIELD} has {len(raw)} bytes, which is no multiple of 4 bytes x {layers} "
-            f"layers x {k} experts a token."
+            f"layers x {k} experts per token."
         )
     return np.frombuffer(raw, "<i4").reshape(-1, layers, k).astype(np.int64)
 
 
 def _nested(lists: Any, where: str) -> Array:
-    """[tokens, layers, k] from nested lists of whole numbers."""
+    """Convert nested lists of whole numbers to [tokens, layers, k]."""
     try:
         array = np.array(lists)
     except ValueError:

@@ -1,4 +1,4 @@
-"""SGLang's expert distribution recorder: .pt files in three modes.
+"""SGLang's expert distribution recorder: .pt files in three modes, and its former CSV of counts.
 
 `torch.load(weights_only=True)` is still a pickle machine, if a restricted one, and holes in it were
 closed in torch 2.6 and 2.10: with an older torch such a file is refused. Sizes are checked before.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import zipfile
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,40 +19,83 @@ import torch
 from torch import Tensor
 
 from paceline.traces.format import PHASES, UNKNOWN, TraceError, seen
-from paceline.traces.importers.arrays import check_zip
-from paceline.traces.importers.asked import Asked
-from paceline.traces.importers.choices import from_choices
-from paceline.traces.importers.counts import from_counts, layer_names
-from paceline.traces.importers.tables import TENSOR_PARALLEL
+from paceline.traces.importers.source import Source, check_zip, whole_numbers
+from paceline.traces.importers.to_trace import from_choices, from_counts, layer_names
 from paceline.traces.trace import Trace
 
 Array = npt.NDArray[Any]
 
 SAFE_TORCH = (2, 10)
 _MAX_PICKLE_BYTES, _MAX_BYTES, _MAX_VALUES = 1 << 26, 1 << 30, 1 << 28
+TENSOR_PARALLEL = (
+    "under plain tensor parallelism every rank counts the same tokens: totals are then as many "
+    "times too large (ratios are right), and --world-size says how many"
+)
+_CSV_HEADER = "layer_id,expert_id,count"
 _MODES = {1: "prefill", 2: "decode", 5: "decode"}
 """SGLang's forward_mode: extend, decode, verify; 3 is mixed, 4 idle."""
 _IDLE = 4
 
 
-def read_recording(paths: Sequence[Path], where: str, asked: Asked) -> Trace:
-    """All ranks of one recording, whose mode its content tells.
+def matches(source: Source) -> bool:
+    """Check for a file that torch saved, the CSV, or a folder with some of either."""
+    return any(_is_torch(file) or file.first_line == _CSV_HEADER for file in source.files)
+
+
+def read(source: Source) -> Trace:
+    """Read all ranks of one recording, whose mode its content tells.
 
     Raises:
         TraceError: if torch is too old, a file is none of the recorder's, or ranks don't fit.
     """
+    paths = [file.path for file in source.files if _is_torch(file)]
+    if not paths:
+        return _former_csv(source)
+    if source.path in paths:
+        paths = _ranks_beside(source.path)
     loaded = [_load(path) for path in paths]
-    _check_ranks(loaded, paths, where)
+    _check_ranks(loaded, paths, source.where)
     if all("logical_count" in data for data in loaded):
-        return _stat(loaded, where, asked)
+        return _stat(loaded, source)
     if not all(isinstance(data.get("records"), list) and data["records"] for data in loaded):
         raise TraceError(
-            f"{where} is no recording of SGLang: expected is logical_count, or records (and files "
-            "of one mode)."
+            f"{source.where} is no recording of SGLang: expected is logical_count, or records (and "
+            "files of one mode)."
         )
-    if "topk_ids_of_layer" in _record(loaded[0]["records"][0], where):
-        return _per_token(loaded, where, asked)
-    return _per_pass(loaded, where, asked)
+    if "topk_ids_of_layer" in _record(loaded[0]["records"][0], source.where):
+        return _per_token(loaded, source)
+    return _per_pass(loaded, source)
+
+
+def _is_torch(file: Source) -> bool:
+    return any(name.endswith("data.pkl") for name in file.zip_names)
+
+
+def _former_csv(source: Source) -> Trace:
+    """Read layer_id,expert_id,count, one file per rank, and add them up.
+
+    Experts without tokens are absent, so the file doesn't state how many there are.
+    """
+    experts = source.require("experts")
+    table: dict[int, Array] = defaultdict(lambda: np.zeros(experts))
+    files = [file for file in source.files if file.first_line == _CSV_HEADER]
+    for file in files:
+        for number, line in file.lines():
+            if number == 1:
+                continue
+            place = f"{file.path}, line {number}"
+            layer, expert, count = whole_numbers(line.split(","), 3, place)
+            if expert >= experts or layer >= 1 << 20:
+                raise TraceError(f"{place} names expert {expert}: allowed is 0 to {experts - 1}.")
+            table[layer][expert] += count
+    if not table:
+        raise TraceError(f"{source.where} has no counts.")
+    alone = "one rank's file: give the folder where there are several, whose counts add up"
+    return from_counts(
+        source, np.stack([table[i] for i in sorted(table)])[None], layer_names(sorted(table)),
+        program="SGLang CSV of counts", batches="file",
+        notes=[f"the sum of {len(files)} ranks" if len(files) > 1 else alone],
+    )  # fmt: skip
 
 
 def _check_ranks(loaded: list[dict[str, Any]], paths: Sequence[Path], where: str) -> None:
@@ -70,8 +114,8 @@ def _check_ranks(loaded: list[dict[str, Any]], paths: Sequence[Path], where: str
             of_rank[rank] = path
 
 
-def ranks_of(path: Path) -> list[Path]:
-    """The files of one recording: NAME_0.pt, NAME_1.pt, ... beside the one that is named."""
+def _ranks_beside(path: Path) -> list[Path]:
+    """Find the files of one recording, NAME_0.pt, NAME_1.pt, ..., by one of them."""
     match = re.fullmatch(r"(.*_)\d+\.pt", path.name)
     if match is None:
         return [path]
@@ -114,28 +158,30 @@ def _load(path: Path) -> dict[str, Any]:
     return data
 
 
-def _stat(loaded: list[dict[str, Any]], where: str, asked: Asked) -> Trace:
-    """logical_count [steps, hidden layers, experts]; unused steps are zero, order may wrap."""
+def _stat(loaded: list[dict[str, Any]], source: Source) -> Trace:
+    """Read logical_count [steps, hidden layers, experts]; unused steps are zero, order may wrap."""
+    where = source.where
     parts = [_array(data["logical_count"], 3, "logical_count", where) for data in loaded]
     if len({part.shape for part in parts}) > 1:
         raise TraceError(f"{where}: ranks differ in the shape of logical_count.")
     counts: Array = np.sum(parts, axis=0)
-    asked.agrees("experts", counts.shape[2], where)
+    source.agree("experts", counts.shape[2])
     used = np.asarray(counts.any((1, 2)))
-    notes = [] if asked.world_size else [TENSOR_PARALLEL]
+    notes = [] if source.options.world_size else [TENSOR_PARALLEL]
     if len(parts) > 1:
         notes.append(f"the sum of {len(parts)} ranks")
     if not used.all():
         notes.append(f"{int((~used).sum())} of {len(used)} steps are unused: left out")
     notes.append("the recorder's buffer may have wrapped: the order of steps isn't known")
     return from_counts(
-        counts[used], layer_names(range(counts.shape[1])), where=where, source="SGLang stat",
-        batches="forward", k=asked.k, asked=asked, notes=notes,
+        source, counts[used], layer_names(range(counts.shape[1])), program="SGLang stat",
+        batches="forward", notes=notes,
     )  # fmt: skip
 
 
-def _per_pass(loaded: list[dict[str, Any]], where: str, asked: Asked) -> Trace:
-    """global_physical_count [layers, slots] of every pass, one file a rank: sum, then map."""
+def _per_pass(loaded: list[dict[str, Any]], source: Source) -> Trace:
+    """Read global_physical_count [layers, slots] of every pass, add up the ranks, then map."""
+    where = source.where
     total: dict[int, Array] = {}
     ranks = set()
     for data in loaded:
@@ -151,8 +197,9 @@ def _per_pass(loaded: list[dict[str, Any]], where: str, asked: Asked) -> Trace:
             total[number] = total.get(number, 0) + counts
     physical = np.stack([total[number] for number in sorted(total)])
     slots = _map(loaded, physical.shape[1:], where)
-    notes = [f"the sum of {len(ranks)} ranks" if len(ranks) > 1 else ONE_RANK]
-    if asked.physical:
+    alone = "one rank's file: where there are several, all must lie beside it"
+    notes = [f"the sum of {len(ranks)} ranks" if len(ranks) > 1 else alone]
+    if source.options.physical:
         notes.append("physical slots are kept as experts")
         counts = physical
     else:
@@ -161,21 +208,19 @@ def _per_pass(loaded: list[dict[str, Any]], where: str, asked: Asked) -> Trace:
         for layer, experts in enumerate(slots):
             for slot, expert in enumerate(experts.tolist()):
                 counts[:, layer, expert] += physical[:, layer, slot]
-    asked.agrees("experts", counts.shape[2], where)
+    source.agree("experts", counts.shape[2])
     return from_counts(
-        counts, layer_names(range(counts.shape[1])), where=where, source="SGLang per_pass",
-        batches="forward", k=asked.k, asked=asked, notes=notes,
+        source, counts, layer_names(range(counts.shape[1])), program="SGLang per_pass",
+        batches="forward", notes=notes,
     )  # fmt: skip
 
 
-ONE_RANK = "one rank's file: where there are several, all must lie beside it"
-
-
-def _per_token(loaded: list[dict[str, Any]], where: str, asked: Asked) -> Trace:
-    """topk_ids_of_layer [layers, tokens, k] of every pass: physical ids, -1 where there is none.
+def _per_token(loaded: list[dict[str, Any]], source: Source) -> Trace:
+    """Read topk_ids_of_layer [layers, tokens, k] of every pass: physical ids, -1 for none.
 
     The ids of the tokens themselves, which these files hold too, are not taken over.
     """
+    where = source.where
     records = [_record(record, where) for data in loaded for record in data["records"]]
     records = [record for record in records if record.get("forward_mode") != _IDLE]
     if not records:
@@ -217,8 +262,8 @@ def _per_token(loaded: list[dict[str, Any]], where: str, asked: Asked) -> Trace:
     physical = [record.get("global_physical_count") for record in records]
     width = max(count.shape[-1] if isinstance(count, Tensor) else 0 for count in physical)
     slots = _map(loaded, (table.shape[0], width), where) if width else None
-    if asked.physical or slots is None:
-        experts = width or asked.needed("experts", where, "how many experts a layer has")
+    if source.options.physical or slots is None:
+        experts = width or source.require("experts")
         notes.append("physical slots are kept as experts")
     else:
         experts = int(slots.max()) + 1
@@ -229,17 +274,17 @@ def _per_token(loaded: list[dict[str, Any]], where: str, asked: Asked) -> Trace:
             slots[:, None, :], np.maximum(table, 0).reshape(len(table), 1, -1), 2
         ).reshape(table.shape)
         table = np.where(table < 0, -1, mapped)
-    asked.agrees("experts", experts, where)
+    source.agree("experts", experts)
     return from_choices(
-        table, layer_names(range(len(table))), where=where, source="SGLang per_token",
-        experts=experts, starts=np.array(starts), batches="forward", k=asked.k,
+        source, table, layer_names(range(len(table))), program="SGLang per_token",
+        experts=experts, starts=np.array(starts), batches="forward",
         facts={name: np.concatenate(values) for name, values in facts.items()},
         notes=[*notes, "no weights"],
     )  # fmt: skip
 
 
 def _map(loaded: list[dict[str, Any]], shape: tuple[int, ...], where: str) -> Array:
-    """[layers, slots] the expert in each slot, the same on all ranks."""
+    """Read the expert in each slot [layers, slots], the same on all ranks."""
     maps = [
         _array(data.get("last_physical_to_logical_map"), 2, "the map", where) for data in loaded
     ]
@@ -266,7 +311,7 @@ def _whole(record: dict[str, Any], field: str) -> int:
 
 
 def _array(value: Any, axes: int, field: str, where: str) -> Array:
-    """A tensor of whole numbers as int64."""
+    """Convert a tensor of whole numbers to int64."""
     if not isinstance(value, Tensor) or value.dim() != axes or value.is_floating_point():
         shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise TraceError(f"{where}: {field} is {shape}: expected are whole numbers, {axes} axes.")

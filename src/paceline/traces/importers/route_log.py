@@ -1,4 +1,4 @@
-"""JSONL route logs: a "meta" line, then one "route" line a token and layer.
+"""JSONL route logs: a "meta" line, then one "route" line per token and layer.
 
 Several public patches of vLLM write them: {"type": "meta", model_id, layers_logged, top_k} and
 {"type": "route", req_id, token_idx, layer, topk_ids, topk_weights}. In some, token_idx starts anew
@@ -10,100 +10,99 @@ from __future__ import annotations
 import json
 from array import array
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.traces.format import TraceError, seen
-from paceline.traces.importers.asked import Asked
-from paceline.traces.importers.choices import from_choices
-from paceline.traces.importers.counts import layer_names
-from paceline.traces.importers.texts import lines
+from paceline.traces.importers.source import Source, whole_number
+from paceline.traces.importers.to_trace import from_choices, layer_names
 from paceline.traces.trace import Trace
 
 
-def is_meta(data: Any) -> bool:
-    """Whether a decoded first line is that of a route log."""
-    return isinstance(data, dict) and data.get("type") == "meta"
-
-
 class _Rows:
-    """What a log says of one layer, flat: a long log has millions of rows."""
+    """The rows of one layer, flat: a long log has millions."""
 
     def __init__(self) -> None:
         self.ids, self.weights = array("i"), array("f")
         self.requests, self.tokens = array("i"), array("q")
 
-    def table(self, values: array[Any], rows: int, k: int) -> npt.NDArray[Any]:
-        """[rows, k] of the first rows."""
-        return np.asarray(values).reshape(-1, k)[:rows]
+
+def matches(source: Source) -> bool:
+    """Check for JSON lines whose first is of type "meta"."""
+    return _is_meta(source.first_row)
 
 
-def read_route_log(path: Path, where: str, asked: Asked) -> Trace:
-    """The tokens of a route log, in its order; a batch ends where token_idx falls back.
+def read(source: Source) -> Trace:
+    """Read the tokens of a route log, in its order; a batch ends where token_idx falls back.
 
     Raises:
-        TraceError: if a line can't be, or layers disagree about the tokens.
+        TraceError: if a line can't be read, or layers disagree about the tokens.
     """
+    path = source.path
     meta: dict[str, Any] = {}
     layers: dict[int, _Rows] = defaultdict(_Rows)
     requests: dict[str, int] = {}
     k = 0
-    for number, line in lines(path):
+    for number, line in source.lines():
         place = f"{path}, line {number}"
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
             raise TraceError(f"{place} is not JSON (was the log cut off?).") from None
-        if is_meta(row):
+        if _is_meta(row):
             meta = meta or row
-            k = k or asked.agrees("k", _number(meta, "top_k", place), place)
+            k = k or source.agree("k", whole_number(meta.get("top_k"), "top_k", place))
         elif isinstance(row, dict) and row.get("type") == "route":
-            own = layers[_number(row, "layer", place)]
+            own = layers[whole_number(row.get("layer"), "layer", place)]
             own.ids.extend(_chosen(row, k, place))
             own.weights.extend(_weights(row, k, place))
-            own.tokens.append(_number(row, "token_idx", place))
+            own.tokens.append(whole_number(row.get("token_idx"), "token_idx", place))
             own.requests.append(requests.setdefault(str(row.get("req_id")), len(requests)))
     if not layers:
         raise TraceError(f'{path} has no line of type "route".')
-    experts = asked.experts
     if "num_experts" in meta:
-        experts = asked.agrees("experts", _number(meta, "num_experts", str(path)), where)
-    if experts is None:
-        experts = asked.needed("experts", where, "how many experts a layer has")
+        stated = whole_number(meta["num_experts"], "num_experts", str(path))
+        experts = source.agree("experts", stated)
+    else:
+        experts = source.require("experts")
     indices = sorted(layers)
     counts = [len(layers[i].tokens) for i in indices]
     tokens = min(counts)
     notes = [f"cut to the {tokens} tokens that every layer has"] if tokens < max(counts) else []
     first = layers[indices[0]]
+    rows = first.requests[:tokens], first.tokens[:tokens]
     for layer in indices:
-        own = layers[layer]
-        if (own.requests[:tokens], own.tokens[:tokens]) != (
-            first.requests[:tokens],
-            first.tokens[:tokens],
-        ):
+        if (layers[layer].requests[:tokens], layers[layer].tokens[:tokens]) != rows:
             raise TraceError(
                 f"{path}: layers {indices[0]} and {layer} name other tokens (req_id, token_idx), "
                 "so which rows belong together is unknown."
             )
     starts = [0, *_restarts(first, tokens), tokens]
+    forwards = len(starts) > 2
     notes.append(
         "token_idx starts anew: a batch is a forward of that log"
-        if len(starts) > 2
+        if forwards
         else "token_idx counts on: where a forward ends isn't told"
     )
-    complete = all(len(own.weights) == len(own.ids) for own in layers.values())
-    weights = [layers[i].table(layers[i].weights, tokens, k) for i in indices] if complete else None
+
+    def table(name: str) -> npt.NDArray[Any]:
+        found = [np.asarray(getattr(layers[i], name)).reshape(-1, k)[:tokens] for i in indices]
+        return np.stack(found)
+
+    weighed = all(len(own.weights) == len(own.ids) for own in layers.values())
     return from_choices(
-        np.stack([layers[i].table(layers[i].ids, tokens, k) for i in indices]),
-        layer_names(indices), where=where, source="JSONL route log", experts=experts,
-        starts=np.array(starts), batches="forward" if len(starts) > 2 else "file",
-        weights=None if weights is None else np.stack(weights), k=k,
+        source, table("ids"), layer_names(indices), program="JSONL route log", experts=experts,
+        starts=np.array(starts), batches="forward" if forwards else "file",
+        weights=table("weights") if weighed else None,
         facts={"request": np.array(first.requests[:tokens], dtype=np.int64)},
         model=str(meta["model_id"]) if "model_id" in meta else None, notes=notes,
     )  # fmt: skip
+
+
+def _is_meta(row: Any) -> bool:
+    return isinstance(row, dict) and row.get("type") == "meta"
 
 
 def _chosen(row: dict[str, Any], k: int, place: str) -> list[int]:
@@ -118,17 +117,17 @@ def _chosen(row: dict[str, Any], k: int, place: str) -> list[int]:
 
 
 def _weights(row: dict[str, Any], k: int, place: str) -> list[float]:
-    given = row.get("topk_weights")
-    if given is None:
+    weights = row.get("topk_weights")
+    if weights is None:
         return []
-    numbers = isinstance(given, list) and all(isinstance(w, int | float) for w in given)
-    if not numbers or len(given) != k or not all(abs(w) < 1e30 for w in given):
-        raise TraceError(f"{place}: topk_weights={seen(given)} are no {k} weights.")
-    return list(given)
+    numbers = isinstance(weights, list) and all(isinstance(w, int | float) for w in weights)
+    if not numbers or len(weights) != k or not all(abs(w) < 1e30 for w in weights):
+        raise TraceError(f"{place}: topk_weights={seen(weights)} are no {k} weights.")
+    return list(weights)
 
 
 def _restarts(rows: _Rows, count: int) -> list[int]:
-    """Where a forward starts: a request's token_idx doesn't go on, or falls back."""
+    """Find where a forward starts: a request's token_idx falls back."""
     last: dict[int, int] = {}
     found = []
     for row in range(count):
@@ -138,10 +137,3 @@ def _restarts(rows: _Rows, count: int) -> list[int]:
             last = {}
         last[request] = token
     return found
-
-
-def _number(row: dict[str, Any], field: str, place: str) -> int:
-    value = row.get(field)
-    if type(value) is not int or not 0 <= value < 1 << 40:
-        raise TraceError(f"{place}: {field}={seen(value)} is no whole number.")
-    return value

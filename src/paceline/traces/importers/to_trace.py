@@ -1,4 +1,4 @@
-"""From each token's experts, as other programs write them, to a trace: what odd rows mean."""
+"""Traces from tables of counts and of each token's experts; what odd rows of them mean."""
 
 from __future__ import annotations
 
@@ -10,29 +10,109 @@ import numpy.typing as npt
 import torch
 
 from paceline.traces.chunk import Chunk
-from paceline.traces.format import BatchIs, Header, Layer, TraceError
+from paceline.traces.format import UNKNOWN, BatchIs, Header, Layer, TraceError
+from paceline.traces.importers.source import Source
 from paceline.traces.trace import CHUNK_TOKENS, Trace
 
 Array = npt.NDArray[Any]
+MAX_COUNT = 1 << 53
+"""Counts above this are refused."""
+
+
+def layer_names(indices: Sequence[int] | range) -> list[str]:
+    """Name layers that are known by number."""
+    return [f"layer {index}" for index in indices]
+
+
+def from_counts(
+    source: Source,
+    counts: Array,
+    names: Sequence[str],
+    *,
+    program: str,
+    batches: BatchIs,
+    k: int | None = None,
+    shares: bool = False,
+    model: str | None = None,
+    notes: Sequence[str] = (),
+) -> Trace:
+    """Make a trace of load tables.
+
+    Layers without any count are dense ones and left out; the notes say so. Counts are divided by
+    the world size that the user gave.
+
+    Args:
+        source: file or folder, whose options say the rest.
+        counts: [batches, layers, experts] of assignments, or of shares.
+        names: of the layers.
+        program: that wrote the file, and its format.
+        batches: what a batch is.
+        k: experts per token; the user's by default.
+        shares: the table has shares instead of numbers.
+        model: name.
+        notes: on what was done so far.
+
+    Raises:
+        TraceError: if a count is negative, no whole number, or too large.
+    """
+    where, said, k = source.where, list(notes), k or source.options.k
+    table = np.asarray(counts, dtype=np.float64 if shares else None)
+    if not shares:
+        if not np.isfinite(table).all() or (table != np.round(table)).any():
+            raise TraceError(f"{where} has counts that are no whole numbers.")
+        if table.size and (table.min() < 0 or table.max() > MAX_COUNT):
+            raise TraceError(f"{where} has a count outside 0 to {MAX_COUNT}.")
+        table = table.astype(np.int64)
+    elif not np.isfinite(table).all() or (table.size and table.min() < 0):
+        raise TraceError(f"{where} has a share that is negative or no number.")
+    used = np.asarray(table.any(axis=(0, 2)) if table.size else np.zeros(len(names), bool))
+    if not used.any():
+        raise TraceError(f"{where} has no counts: all of it is zero.")
+    if not used.all():
+        dense = ", ".join(name for name, any_ in zip(names, used, strict=True) if not any_)
+        said.append(f"{dense}: all zero, so taken as dense and left out")
+    table = table[:, used]
+    world_size = source.options.world_size or 1
+    if world_size > 1 and not shares:  # shares are what they are however often they were counted
+        if (table % world_size).any():
+            raise TraceError(
+                f"{where}: world_size={world_size} is not allowed: not every count is a multiple "
+                "of it."
+            )
+        table = table // world_size
+        said.append(f"counts divided by world_size={world_size}")
+    if k is not None and not shares and (table.sum(2) % k).any():
+        said.append(f"some tables are no multiple of k={k}: counts of dropped or cut tokens")
+    kept = [name for name, any_ in zip(names, used, strict=True) if any_]
+    header = Header(
+        content="shares" if shares else "counts",
+        layers=tuple(Layer(name=name, experts=table.shape[2], k=k) for name in kept),
+        batches=batches, model=model, source=program, notes=tuple(said), chunks=1,
+    )  # fmt: skip
+    chunk = Chunk(
+        starts=torch.arange(table.shape[0] + 1),
+        counts=torch.from_numpy(np.ascontiguousarray(table[:, :, None, :])),
+        group_codes=torch.tensor([[UNKNOWN, UNKNOWN]], dtype=torch.uint8),
+    )
+    return Trace(header, (chunk,), where)
 
 
 def from_choices(
+    source: Source,
     ids: Array,
     names: Sequence[str],
     *,
-    where: str,
-    source: str,
+    program: str,
     experts: int,
     starts: Array,
     batches: BatchIs,
     weights: Array | None = None,
     scores_are_weights: bool = False,
-    k: int | None = None,
     facts: Mapping[str, Array] | None = None,
     model: str | None = None,
     notes: Sequence[str] = (),
 ) -> Trace:
-    """A trace of each token's experts, after the rules for rows that are none.
+    """Make a trace of each token's experts.
 
     A token without ids in every layer is padding. A layer whose rows never name two experts is
     dense and left out; single such rows were not captured and don't count in that layer. Columns
@@ -40,29 +120,27 @@ def from_choices(
     wide integers would not fit twice.
 
     Args:
+        source: file or folder; where its user gave k, the table must have it.
         ids: [layers, tokens, k] integers, -1 for none.
         names: of the layers.
-        where: file, for errors.
-        source: program and format.
-        experts: of each layer.
+        program: that wrote the file, and its format.
+        experts: per layer.
         starts: [batches + 1] first token of each batch, and the end.
         batches: what a batch is.
         weights: [layers, tokens, k] floats.
-        scores_are_weights: whether gate scores of the chosen are the weights.
-        k: experts a token that the user said.
+        scores_are_weights: gate scores of the chosen experts are the weights.
         facts: name -> [tokens], see `paceline.traces.chunk.FACTS`.
         model: name.
-        notes: what was done so far.
+        notes: on what was done so far.
 
     Raises:
         TraceError: if an id is no expert, a row names one twice, or nothing is left.
     """
-    said, table = list(notes), np.asarray(ids)
+    where, said, table = source.where, list(notes), np.asarray(ids)
     width = _width(table, experts, where)
     if width < table.shape[2]:
         said.append(f"columns {width} to {table.shape[2] - 1} are -1 throughout: k is {width}")
-    if k is not None and k != width:
-        raise TraceError(f"{where} has k={width}, but k={k} was said.")
+    source.agree("k", width)
     table = table[:, :, :width]
     weights = None if weights is None else weights[:, :, :width]
     blank, alike = np.zeros((2, *table.shape[:2]), dtype=bool)
@@ -106,7 +184,7 @@ def from_choices(
     header = Header(
         content="choices",
         layers=tuple(Layer(name=names[layer], experts=experts, k=width) for layer in kept),
-        batches=batches, model=model, source=source, scores_are_weights=scores_are_weights,
+        batches=batches, model=model, source=program, scores_are_weights=scores_are_weights,
         notes=tuple(said),
     )  # fmt: skip
     whole = Chunk(
@@ -119,16 +197,12 @@ def from_choices(
 
 
 def id_dtype(experts: int) -> npt.DTypeLike:
-    """The smallest integers that hold every expert and `experts` itself, which means none."""
+    """Choose the smallest integers that hold every expert and `experts` itself, which is none."""
     return np.uint8 if experts < 1 << 8 else np.int16 if experts < 1 << 15 else np.int32
 
 
 def _width(table: Array, experts: int, where: str) -> int:
-    """Columns up to the last that has an id.
-
-    Raises:
-        TraceError: if the array has no tokens or ids, or one that is no expert.
-    """
+    """Count the columns up to the last that has an id, and check the ids."""
     if table.ndim != 3 or table.dtype.kind not in "iu":
         raise TraceError(f"{where}: ids have shape {list(table.shape)}, not [layers, tokens, k].")
     if not table.size:
@@ -163,13 +237,13 @@ def _check_weights(weights: Array, present: Array, name: str, where: str) -> Non
     if wrong.any():
         token = int(wrong.argmax())
         raise TraceError(
-            f"{where}: token {token} has weights {weights[token].tolist()} in {name}: allowed are "
+            f"{where}: token {token} has weights {weights[token].tolist()} in {name}: they must be "
             "finite numbers."
         )
 
 
 def _parts(whole: Chunk) -> Iterator[Chunk]:
-    """The chunk in parts of whole batches, each a view, so that work on one stays small."""
+    """Cut a chunk into parts of whole batches, each a view, so that work on one stays small."""
     starts = whole.starts
     first = 0
     while first < whole.batches:
