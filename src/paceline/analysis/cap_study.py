@@ -31,6 +31,7 @@ from paceline.policy import CapacityPolicy
 from paceline.progress import Progress, Steps
 from paceline.traces import Trace
 from paceline.traces.loads import trace_loads
+from paceline.traces.policy_support import keeps_of
 from paceline.traces.results import SimulatedPlan
 from paceline.traces.simulate import simulate
 from paceline.traces.tables import load_tables
