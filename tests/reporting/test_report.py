@@ -164,6 +164,7 @@ def test_one_batch_and_counts_are_told_apart(tmp_path: Path) -> None:
     assert 'id="gamma"' not in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.full
 def test_counts_of_many_batches_give_what_choices_give(tmp_path: Path) -> None:
     cut = sample("gpt_oss_20b_decode")
     choices = cap_study(cut)
@@ -396,6 +397,7 @@ def test_names_of_users_are_escaped(law: CapStudy, tmp_path: Path) -> None:
     assert "<script>alert" not in report_page(changed, None, RUN)
 
 
+@pytest.mark.full
 def test_saved_traces_report_as_the_sample_does(tmp_path: Path) -> None:
     save_trace(sample("gpt_oss_20b_decode"), tmp_path / "trace")
     saved = json.loads(run(tmp_path / "trace", "--json").stdout)
@@ -434,6 +436,7 @@ def test_no_figure_tells_by_colour_alone(law: CapStudy) -> None:
         assert len({(x["marker"]["symbol"], x["line"]["dash"]) for x in lines}) == len(lines)
 
 
+@pytest.mark.full
 def test_everything_is_judged_on_the_other_trace(tmp_path: Path) -> None:
     """Placed by all of one traffic, judged on all of another: as `place` and `simulate` have it."""
     page, plan = tmp_path / "out" / "page.html", tmp_path / "it is.toml"
