@@ -9,7 +9,7 @@ from typing import Any
 from paceline.demo.assets import shipped_decode, shipped_sweep
 from paceline.demo.plan import HEADLINE, KINDS
 from paceline.files import to_json, write_text
-from paceline.reporting import figures
+from paceline.reporting.figures import Figure, device_bars, peak_bars, relative
 from paceline.reporting.load_map import load_map
 from paceline.reporting.pages import render
 from paceline.reporting.quality_figures import (
@@ -52,7 +52,7 @@ def demo_page(results: Mapping[str, Any]) -> str:
     )
 
 
-def demo_figures(results: Mapping[str, Any]) -> dict[str, figures.Figure]:
+def demo_figures(results: Mapping[str, Any]) -> dict[str, Figure]:
     """All figures, by the id of their place on the page."""
     return {
         "map-one-domain": _map(results, _domain_panels(results)),
@@ -75,19 +75,17 @@ def _domain_panels(results: Mapping[str, Any]) -> dict[str, Sequence[Mapping[str
     return {domain: domains[domain]["layers"] for domain in order}
 
 
-def _map(
-    results: Mapping[str, Any], panels: Mapping[str, Sequence[Mapping[str, Any]]]
-) -> figures.Figure:
+def _map(results: Mapping[str, Any], panels: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
     names = [f"layer {n}" for n in range(results["model"]["layers"])]
     loads = {
-        title: [figures.relative(layer["expert_loads_before"]) for layer in layers]
+        title: [relative(layer["expert_loads_before"]) for layer in layers]
         for title, layers in panels.items()
     }
     devices = [results["model"]["expert_to_device"]] * len(names)
     figure = load_map(loads, devices, names)
     # One scale for all maps of the page, so that colours can be compared.
     highest = max(
-        max(figures.relative(layer["expert_loads_before"]))
+        max(relative(layer["expert_loads_before"]))
         for part in (*_domain_panels(results).values(), results["stragglers"]["mixed"]["layers"])
         for layer in part
     )
@@ -95,20 +93,20 @@ def _map(
     return figure
 
 
-def _peaks(results: Mapping[str, Any]) -> figures.Figure:
+def _peaks(results: Mapping[str, Any]) -> Figure:
     stragglers = results["stragglers"]
     groups = {
         **{d: x["overall"] for d, x in stragglers["one_domain"]["by_domain"].items()},
         "all mixed": stragglers["mixed"]["overall"],
     }
-    return figures.peak_bars(
+    return peak_bars(
         list(groups),
         [round(x["device_peak_to_mean"], 4) for x in groups.values()],
         [round(x["expert_peak_to_mean"], 4) for x in groups.values()],
     )
 
 
-def _devices(results: Mapping[str, Any]) -> figures.Figure:
+def _devices(results: Mapping[str, Any]) -> Figure:
     example, row = results["example"], _chosen(results)
     mean = example["assignments"] / results["model"]["devices"]
     loads = {
@@ -116,10 +114,10 @@ def _devices(results: Mapping[str, Any]) -> figures.Figure:
         for key, values in example["device_loads"].items()
     }
     base = results["policies"][0]["key"]
-    return figures.device_bars(loads[base], {row["label"]: loads[HEADLINE]}, row["capacity_factor"])
+    return device_bars(loads[base], {row["label"]: loads[HEADLINE]}, row["capacity_factor"])
 
 
-def _quality(results: Mapping[str, Any], kind: str, *, timed: bool) -> figures.Figure:
+def _quality(results: Mapping[str, Any], kind: str, *, timed: bool) -> Figure:
     """Perplexity change against balance or time; both kinds of batches share the scales."""
     rows = {each: [_point(row, each, timed) for row in results["policies"][1:]] for each in KINDS}
     base = results["policies"][0][kind]["device_peak_to_mean"]
