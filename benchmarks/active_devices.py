@@ -11,7 +11,7 @@ from decode_models import Row, results
 
 from paceline import CapacityPolicy, ExpertPlacement, route
 from paceline.bench.emulated import split_by_device
-from paceline.bench.spread import shuffled, spread
+from paceline.bench.timing import shuffled, spread
 from paceline.bench.workload import Shape, build_experts, skewed_workload
 
 DEVICES = 8

@@ -26,8 +26,7 @@ from torch import Tensor
 
 from paceline import attach
 from paceline.batches import Batch
-from paceline.bench.machine import prepare_machine
-from paceline.bench.spread import ratios, shuffled, spread
+from paceline.bench.timing import prepare_machine, ratios, shuffled, spread
 from paceline.bench.workload import SHAPES
 from paceline.demo.assets import domains, load_calibration, load_model, read_text
 from paceline.evaluation.perplexity import Losses, as_dict, change

@@ -42,8 +42,7 @@ from decode_models import (
 )
 
 from paceline import ExpertPlacement, attach
-from paceline.bench.machine import prepare_machine
-from paceline.bench.spread import shuffled
+from paceline.bench.timing import prepare_machine, shuffled
 from paceline.bench.workload import SHAPES, Shape
 from paceline.engines.transformers.expert_parallel import place_experts
 from paceline.files import to_json, write_text

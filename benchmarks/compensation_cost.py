@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from paceline import attach
-from paceline.bench.spread import ratios, shuffled
+from paceline.bench.timing import ratios, shuffled
 from paceline.calibration.layer_fit import RIDGE_EXPERTS, fit_layer
 from paceline.calibration.rows import Rows, Seen
 from paceline.files import to_json, write_text

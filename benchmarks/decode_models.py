@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline import attach
-from paceline.bench.spread import ratios, spread
+from paceline.bench.timing import ratios, spread
 from paceline.bench.workload import Shape
 from paceline.stand_ins.file import Calibration
 from paceline.stand_ins.layer import LayerCalibration

@@ -25,8 +25,7 @@ import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from paceline import attach
-from paceline.bench.machine import keep_freed_memory
-from paceline.bench.spread import spread
+from paceline.bench.timing import keep_freed_memory, spread
 from paceline.shipped import MODEL_FOLDER
 from paceline.system_info import system_info
 

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from paceline import Assignment, CapacityPolicy, ExpertPlacement, RoutingInputs, route
-from paceline.bench.spread import ratios, spread
+from paceline.bench.timing import ratios, spread
 from paceline.routing.selection import BACKENDS, using_backend
 from paceline.system_info import system_info
 

@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--only", choices=WORKLOADS, help="one workload")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    from paceline.bench.machine import keep_freed_memory
+    from paceline.bench.timing import keep_freed_memory
     from paceline.system_info import system_info
 
     if options.only is None:  # each in a process of its own, so that its stock engines are stock

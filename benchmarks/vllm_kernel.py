@@ -5,7 +5,7 @@
 Experts of several sizes, 2,048 tokens, one core, random weights. In each round the kernel runs once
 on all slots and once on the kept (token, expert) pairs alone, gathered and added up again, and the
 ratio of the two times is taken: below 1 leaving rows out pays. From it follows what a pair costs in
-columns of an expert's width, which is what `paceline.engines.vllm.savings` decides by. Memory
+columns of an expert's width, which is what `paceline.engines.vllm.cpu_experts` decides by. Memory
 caches are filled with something else before each run, as the rest of a model does. Prints a table,
 writes results/vllm_kernel.json.
 """
@@ -40,7 +40,7 @@ def main() -> None:
     import torch
     from vllm.platforms import current_platform
 
-    from paceline.bench.machine import keep_freed_memory
+    from paceline.bench.timing import keep_freed_memory
     from paceline.system_info import system_info
 
     torch.set_num_threads(1)

@@ -106,7 +106,10 @@ BAD: dict[str, tuple[list[str], str]] = {
     "requests": ([*LAYER, "-p", "capacity_factor=1,pool=request"], "needs token_request"),
     "out": ([*LAYER, "--out", "{tmp}"], "it is a folder"),
     "plot": ([*LAYER, "--plot", "{tmp}/no/x.html"], "there is no folder"),
-    "layer of a model": (["bench", "layer", "--model", "demo", "--layer", "77"], "4 MoE layers"),
+    "layer of a model": (
+        ["bench", "layer", "--model", "demo", "--layer", "77"],
+        "one of the 4 MoE layers",
+    ),
     "two routings": ([*LAYER, "--model", "demo", "--trace", "x.npz"], "give one of them"),
     "text alone": ([*LAYER, "--text", "x"], "needs --model"),
     "shape": (["bench", "layer", "--shape", "64,32,8,9,2"], "k and devices at most experts"),

@@ -10,13 +10,16 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paceline.cli.decided import PlacementFile, PlanFile, decided, most_devices, named
 from paceline.cli.errors import check_writable, guarded
 from paceline.cli.model_options import AsJson
+
+if TYPE_CHECKING:
+    from paceline.bench.run import Results
 
 bench = typer.Typer(
     name="bench",
@@ -82,7 +85,8 @@ def bench_layer_verb(
       paceline bench layer --model demo --text prose --layer 2 --devices 8
       torchrun --nproc-per-node 2 -m paceline bench layer --shape small --peak-to-mean 1.5
     """
-    from paceline.bench.run import bench_layer, named_shape
+    from paceline.bench.run import bench_layer
+    from paceline.bench.workload import named_shape
 
     if batch not in ("own", "shared"):
         raise ValueError(f"--batch {batch} is not allowed: it is own or shared.")
@@ -113,7 +117,7 @@ def bench_layer_verb(
             text_ids=ids,
             progress=tick,
         )
-    _finish(results | named(placement, plan), out, plot, as_json)
+    _finish(results.model_copy(update=named(placement, plan)), out, plot, as_json)
 
 
 @bench.command("model")
@@ -156,7 +160,7 @@ def bench_model_verb(
     chosen = decided(devices, placement, plan)
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if model.split(":")[0] == "random":
-        from paceline.bench.random_model import random_model_named
+        from paceline.bench.model_timing import random_model_named
 
         loaded = random_model_named(model)
         size = loaded.config.vocab_size
@@ -183,7 +187,7 @@ def bench_model_verb(
             plan=chosen,
             progress=tick,
         )
-    _finish(results | named(placement, plan), out, plot, as_json)
+    _finish(results.model_copy(update=named(placement, plan)), out, plot, as_json)
 
 
 def _model_and_text(
@@ -212,25 +216,21 @@ def _ticking(total: int) -> Iterator[Callable[[], None]]:
         yield lambda: tell(next(steps), total, "timing")
 
 
-def _finish(results: dict[str, Any], out: Path | None, plot: Path | None, as_json: bool) -> None:
+def _finish(results: Results, out: Path | None, plot: Path | None, as_json: bool) -> None:
     """Show a table, and write what was asked for; rank 0 alone."""
     if os.environ.get("RANK", "0") != "0":
         return
-    from paceline.bench.console import show
+    from paceline.bench.show import bench_page, show
     from paceline.files import to_json, write_text
 
-    results |= {
-        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["paceline", *sys.argv[1:]]),
-        "seconds": None,
-    }
+    results.created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    results.command = shlex.join(["paceline", *sys.argv[1:]])
+    results.seconds = None
     if as_json:
-        typer.echo(to_json(results), nl=False)
+        typer.echo(to_json(results.to_dict()), nl=False)
     else:
         show(results)
     if out is not None:
-        write_text(out, to_json(results), private=False)
+        write_text(out, to_json(results.to_dict()), private=False)
     if plot is not None:
-        from paceline.bench.page import bench_page
-
         write_text(plot, bench_page(results), private=False)

@@ -89,8 +89,7 @@ def _measured(out: Path | None, link: float | None, rounds: int, threads: int) -
 
     from paceline.analysis.hardware import save_hardware
     from paceline.bench import hardware as bench
-    from paceline.bench.hardware_fit import fit, left_out, within
-    from paceline.bench.machine import keep_freed_memory
+    from paceline.bench.timing import keep_freed_memory
     from paceline.cli.progress import progress
     from paceline.system_info import system_info
 
@@ -101,7 +100,7 @@ def _measured(out: Path | None, link: float | None, rounds: int, threads: int) -
         timings = bench.measure(sizes, rounds=rounds, progress=tell)
     seen = [t for t in timings if (t.shape.hidden, t.shape.expert_size) in bench.FIT_SIZES]
     unseen = [t for t in timings if t not in seen]
-    found = fit(seen, unseen, link=None if link is None else link * 1e9)
+    found = bench.fit(seen, unseen, link=None if link is None else link * 1e9)
     cases = [
         {
             "hidden": timing.shape.hidden,
@@ -115,15 +114,15 @@ def _measured(out: Path | None, link: float | None, rounds: int, threads: int) -
     ]
     decode = [e for t, e in zip(unseen, found.held_out, strict=True) if bench.is_decode(t)]
     several = len(bench.FIT_SIZES) > 2  # what is left must do for a fit
-    others = left_out(seen) if several else []
+    others = bench.left_out(seen) if several else []
     more = {
         "held_out": cases,
-        "held_out_within_15_percent": within(found.held_out),
+        "held_out_within_15_percent": bench.within(found.held_out),
         "held_out_worst": max(map(abs, found.held_out)),
         "decode_cases": len(decode),
-        "decode_within_15_percent": within(decode),
+        "decode_within_15_percent": bench.within(decode),
         "each_size_left_out": len(others),
-        "each_size_left_out_within_15_percent": within(others),
+        "each_size_left_out_within_15_percent": bench.within(others),
         "each_size_left_out_worst": max(map(abs, others), default=None),
         "unrest": bench.unrest(timings),
         "threads": threads,

@@ -115,7 +115,7 @@ def settings(
         POLICY,
         RECORD,
         RECORD_CONTENT,
-        wanted,
+        read_settings,
     )
 
     if policy is None and plan is None:
@@ -130,7 +130,7 @@ def settings(
         RECORD_CONTENT: None if record is None else content,
     }
     environ = {name: value for name, value in given.items() if value is not None}
-    wanted({**os.environ, **environ})
+    read_settings({**os.environ, **environ})
     return environ
 
 
@@ -141,9 +141,9 @@ def vllm_flags(model: str, extra: Sequence[str], environ: Mapping[str, str]) -> 
     ['serve', 'm', '--port', '1']
     """
     from paceline.engines.sharing import shares_budget
-    from paceline.engines.vllm.environment import wanted
+    from paceline.engines.vllm.environment import read_settings
 
-    asked = wanted({**os.environ, **environ})
+    asked = read_settings({**os.environ, **environ})
     flags = ["serve", model, *extra]
     if _is_demo(model):
         for name, value in (

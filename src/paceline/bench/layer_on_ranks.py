@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from paceline.bench.layer import NO_CAP, STAGES, Measured, share
-from paceline.bench.spread import shuffled
+from paceline.bench.layer_timing import NO_CAP, NO_EXPERT, STAGES, LayerTimings
+from paceline.bench.timing import turns
 from paceline.bench.workload import Workload
 from paceline.engines.transformers.expert_parallel.collectives import Link
 from paceline.engines.transformers.expert_parallel.implementation import ExpertParallel
@@ -27,7 +27,7 @@ UNTOUCHED = "untouched"
 
 
 def stock_layer(experts: nn.Module, shares_batch: bool) -> Callable[..., Tensor]:
-    """Transformers' own way to bring these local experts the tokens of all ranks."""
+    """Wrap local experts in Transformers' own exchange of tokens between ranks."""
     from transformers.distributed.expert_parallel import AllReduceEP, AllToAllEP
 
     size = dist.get_world_size()
@@ -50,7 +50,7 @@ def time_layer(
     *,
     shares_batch: bool = False,
     progress: Callable[[], None] = lambda: None,
-) -> dict[str, Measured]:
+) -> dict[str, LayerTimings]:
     """Time the layer on all ranks; every rank must call it alike, and all get the same result.
 
     Args:
@@ -59,31 +59,28 @@ def time_layer(
         placement: expert -> rank.
         policies: label -> policy; None is no cap.
         rounds: each runs every policy once, and the untouched layer.
-        shares_batch: whether all ranks hold the same tokens.
+        shares_batch: True if all ranks hold the same tokens.
         progress: called after each policy of each round.
     """
     link = Link()
     parallel = ExpertParallel(experts.forward, placement, link, shares_batch)
-    stock = None
-    if _stock_can(workload, placement):
-        stock = stock_layer(experts, shares_batch)
+    stock = stock_layer(experts, shares_batch) if _stock_can(workload, placement) else None
     names = [*policies, *([UNTOUCHED] if stock is not None else [])]
-    results = {name: Measured() for name in names}
+    results = {name: LayerTimings() for name in names}
     with torch.inference_mode():
         for name in names:  # touch code, memory and connections once
             _count(name, workload, parallel, placement, policies, results[name])
-            _round(name, workload, parallel, stock, placement, policies, Measured())
-        for turn in range(rounds):
-            for name in shuffled(names, turn):
-                _round(name, workload, parallel, stock, placement, policies, results[name])
-                progress()
+            _round(name, workload, parallel, stock, policies, LayerTimings())
+        for name, _ in turns(names, rounds, warm_up=0):
+            _round(name, workload, parallel, stock, policies, results[name])
+            progress()
     return results
 
 
 def _decide(
     inputs: RoutingInputs, policy: CapacityPolicy | None, parallel: ExpertParallel
 ) -> Assignment:
-    """This rank's assignment, as an attached model decides."""
+    """Return this rank's assignment, as an attached model routes."""
     if not parallel.shares_batch:
         source = torch.full_like(inputs.topk_ids[:, 0], parallel.link.rank, dtype=torch.int64)
         inputs = replace(inputs, token_source=source)
@@ -95,9 +92,8 @@ def _round(
     workload: Workload,
     parallel: ExpertParallel,
     stock: Callable[..., Tensor] | None,
-    placement: ExpertPlacement,
     policies: Mapping[str, CapacityPolicy | None],
-    result: Measured,
+    result: LayerTimings,
 ) -> None:
     times = dict.fromkeys(STAGES, 0.0)
     hidden = workload.hidden
@@ -141,9 +137,9 @@ def _count(
     parallel: ExpertParallel,
     placement: ExpertPlacement,
     policies: Mapping[str, CapacityPolicy | None],
-    result: Measured,
+    result: LayerTimings,
 ) -> None:
-    """Loads, drops and bytes of one layer, over all ranks."""
+    """Count loads, drops and bytes of one layer, over all ranks."""
     before = parallel.bytes_sent
     decided = _decide(workload.gate(workload.hidden), policies.get(name), parallel)
     device = torch.tensor([*placement.expert_to_device, placement.num_devices])
@@ -158,17 +154,17 @@ def _count(
     ranks = parallel.link.size if parallel.shares_batch else 1
     *per_device, offered, dropped, whole, kept, sent = counts
     if not offered:
-        raise ValueError("no token of the workload has an expert: allowed is at least one.")
+        raise ValueError(NO_EXPERT)
     result.rows = [int(count / ranks) for count in per_device]
     result.bytes_sent = int(sent) if name != UNTOUCHED else None
-    result.gate_mass = share(kept, whole, of_nothing=1.0)
+    result.gate_mass = kept / whole if whole else 1.0
     result.dropped = dropped / offered
 
 
 def _stock_can(workload: Workload, placement: ExpertPlacement) -> bool:
-    """Whether Transformers' own way can run this: equal blocks in order, an expert in every slot.
+    """Check that Transformers can run this: equal blocks in order, an expert in every slot.
 
-    All ranks must ask, and all get the same answer.
+    Every rank must call it, and all get the same answer.
     """
     ids = workload.gate(workload.hidden).topk_ids
     full = (ids < placement.num_experts).all().long()

@@ -1,8 +1,8 @@
 """Time one expert-parallel MoE layer under several policies, stage by stage.
 
 Emulated: one process plays the devices in turn; the slowest device's experts count, and nothing is
-sent. On ranks: each process is a device, rows really travel, and a layer lasts until its last
-rank is done. The speed-up is set beside the bound that the loads give:
+sent. On ranks (`layer_on_ranks`): each process is a device, rows really travel, and a layer lasts
+until its last rank is done. The speed-up is set beside the bound that the loads give:
 
     bound = T / (T - X + X * busiest load with the policy / busiest load without)
 
@@ -19,13 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 
+from paceline.balance import share
 from paceline.bench.emulated import Experts, slowest_device, split_by_device
-from paceline.bench.spread import ratios, shuffled, spread
+from paceline.bench.timing import Spread, ratios, share_of, spread, turns
 from paceline.bench.workload import Workload
 from paceline.engines.transformers.expert_parallel.implementation import sum_by_token
 from paceline.engines.transformers.expert_parallel.routing import own_share
@@ -35,11 +36,12 @@ from paceline.routing import Assignment, RoutingInputs, route
 
 STAGES = ("gate", "route", "dispatch", "experts", "combine")
 NO_CAP = CapacityPolicy(mode="observe")
+NO_EXPERT = "the workload must have at least one token with an expert, got none."
 
 
 @dataclass
-class Measured:
-    """Timings of one policy, a value a round.
+class LayerTimings:
+    """Timings of one policy, a value per round.
 
     Attributes:
         stages: seconds of each stage on the busiest device, [stages][rounds].
@@ -58,24 +60,28 @@ class Measured:
     bytes_sent: int | None = None
 
 
-def share(part: float, whole: float, of_nothing: float = 0.0) -> float:
-    """part / whole, and `of_nothing` where there is nothing to share.
+class LayerRow(BaseModel):
+    """Result of one policy beside no cap; times in seconds, `loads` are rows per device."""
 
-    >>> share(1, 4), share(0, 0, of_nothing=1.0)
-    (0.25, 1.0)
-    """
-    return part / whole if whole else of_nothing
-
-
-# -- emulated devices ------------------------------------------------------------------------------
+    policy: str
+    busiest_load: int
+    busiest_share: float
+    peak_to_mean: float
+    loads: list[int]
+    dropped_share: float
+    gate_mass_kept: float
+    bytes_sent: int | None
+    seconds: Spread
+    stages: dict[str, Spread]
+    load_bound: float
+    bound: float
+    speedup: Spread
+    share_of_bound: Spread
+    experts_speedup: Spread | None
 
 
 def tokens_of_all(parts: Sequence[RoutingInputs]) -> RoutingInputs:
-    """The routing of all devices' tokens as one batch: the tokens of part i live on device i.
-
-    Args:
-        parts: a device's tokens each, of one layer.
-    """
+    """Join the routing of all devices' tokens: the tokens of part i live on device i."""
     device = parts[0].topk_ids.device
     sizes = torch.tensor([len(part.topk_ids) for part in parts], device=device)
     sources = torch.arange(len(parts), device=device).repeat_interleave(sizes)
@@ -106,7 +112,7 @@ def emulate_layer(
     policies: Mapping[str, CapacityPolicy | None],
     rounds: int,
     progress: Callable[[], None] = lambda: None,
-) -> dict[str, Measured]:
+) -> dict[str, LayerTimings]:
     """Time the layer with every device of `placement` played in turn.
 
     Args:
@@ -120,34 +126,33 @@ def emulate_layer(
     Raises:
         ValueError: if no token has an expert, or a policy needs what the workload doesn't know.
     """
-    results = {name: Measured() for name in policies}
-    decided: dict[str, Assignment] = {}
+    results = {name: LayerTimings() for name in policies}
+    assignments: dict[str, Assignment] = {}
     work = {}
     with torch.inference_mode():
         together = tokens_of_all([load.gate(load.hidden) for load in workloads])
         hidden = torch.cat([load.hidden for load in workloads])
         for name, policy in policies.items():
-            chosen = decided[name] = route(together, policy or NO_CAP, placement)
+            chosen = assignments[name] = route(together, policy or NO_CAP, placement)
             work[name] = split_by_device(hidden, chosen.topk_ids, chosen.topk_weights, placement)
             offered = int(chosen.expert_loads_before.sum())
             if not offered:
-                raise ValueError("no token of the workload has an expert: allowed is at least one.")
+                raise ValueError(NO_EXPERT)
             result = results[name]
             result.rows = [device.rows for device in work[name]]
             result.dropped = int(chosen.dropped) / offered
             result.gate_mass = float(chosen.gate_mass_kept)
         for name in policies:  # touch code and memory once
             slowest_device(experts, work[name])
-        for turn in range(rounds):
-            for name in shuffled(list(policies), turn):
-                run = partial(slowest_device, experts, work[name])
-                stages = _first_device(
-                    workloads[0], together, policies[name], placement, decided[name], run
-                )
-                for stage, seconds in zip(STAGES, stages, strict=True):
-                    results[name].stages[stage].append(seconds)
-                results[name].total.append(sum(stages))
-                progress()
+        for name, _ in turns(policies, rounds, warm_up=0):
+            run = partial(slowest_device, experts, work[name])
+            stages = _first_device(
+                workloads[0], together, policies[name], placement, assignments[name], run
+            )
+            for stage, seconds in zip(STAGES, stages, strict=True):
+                results[name].stages[stage].append(seconds)
+            results[name].total.append(sum(stages))
+            progress()
     return results
 
 
@@ -156,12 +161,12 @@ def _first_device(
     together: RoutingInputs,
     policy: CapacityPolicy | None,
     placement: ExpertPlacement,
-    decided: Assignment,
+    assignment: Assignment,
     run_experts: Callable[[], float],
 ) -> list[float]:
-    """Seconds of STAGES: the first device's gate, route, dispatch and combine, all experts' worst.
+    """Time STAGES: gate, route, dispatch and combine of the first device, experts of the slowest.
 
-    A pool of all tokens is decided by every device for all of them, any other for its own alone.
+    Every device routes a pool of all tokens for all of them, any other pool for its own alone.
     """
     marks = [time.thread_time()]
     inputs = load.gate(load.hidden)
@@ -175,7 +180,7 @@ def _first_device(
             own = own_share(policy, placement.num_devices, inputs.topk_ids.device.type)
             route(replace(inputs, token_source=source), own, placement)
     marks.append(time.thread_time())
-    ids, weights = decided.topk_ids[:count], decided.topk_weights[:count]
+    ids, weights = assignment.topk_ids[:count], assignment.topk_weights[:count]
     kept = ids < placement.num_experts
     order = torch.argsort(ids.reshape(-1))[: int(kept.sum())]
     rows = load.hidden[order // ids.shape[1]]
@@ -188,43 +193,34 @@ def _first_device(
     return [b - a for a, b in pairwise(marks)] + [slowest, combine]
 
 
-# -- reporting -------------------------------------------------------------------------------------
-
-
-def summary(results: Mapping[str, Measured]) -> list[dict[str, Any]]:
-    """One JSON-able row a policy, compared with the first one, which has no cap."""
+def summary(results: Mapping[str, LayerTimings]) -> list[LayerRow]:
+    """Compare every policy with the first one, which has no cap."""
     base = next(iter(results.values()))
     whole = spread(base.total)["median"]
     expert_time = spread(base.stages["experts"])["median"]
-    mean = sum(base.rows) / len(base.rows)
     rows = []
     for name, result in results.items():
-        busiest = max(result.rows)
+        busiest, experts = max(result.rows), result.stages["experts"]
         bound = whole / (whole - expert_time + expert_time * busiest / max(base.rows))
         faster = ratios(base.total, result.total)
         rows.append(
-            {
-                "policy": name,
-                "busiest_load": busiest,
-                "busiest_share": share(busiest, sum(result.rows)),
-                "peak_to_mean": busiest / mean,
-                "loads": result.rows,
-                "dropped_share": result.dropped,
-                "gate_mass_kept": result.gate_mass,
-                "bytes_sent": result.bytes_sent,
-                "seconds": spread(result.total),
-                "stages": {stage: spread(times) for stage, times in result.stages.items()},
-                "load_bound": max(base.rows) / max(1, busiest),
-                "bound": bound,
-                "speedup": faster,
-                "share_of_bound": {key: value / bound for key, value in faster.items()},
-                "experts_speedup": _experts_speedup(base, result),
-            }
+            LayerRow(
+                policy=name,
+                busiest_load=busiest,
+                busiest_share=share(busiest, sum(result.rows)),
+                peak_to_mean=busiest * len(base.rows) / sum(base.rows),
+                loads=result.rows,
+                dropped_share=result.dropped,
+                gate_mass_kept=result.gate_mass,
+                bytes_sent=result.bytes_sent,
+                seconds=spread(result.total),
+                stages={stage: spread(times) for stage, times in result.stages.items()},
+                load_bound=max(base.rows) / max(1, busiest),
+                bound=bound,
+                speedup=faster,
+                share_of_bound=share_of(faster, bound),
+                # None where a policy left the busiest device's experts nothing to do
+                experts_speedup=ratios(base.stages["experts"], experts) if all(experts) else None,
+            )
         )
     return rows
-
-
-def _experts_speedup(base: Measured, result: Measured) -> dict[str, float] | None:
-    """Of the busiest device's experts alone; None where a policy left them nothing to do."""
-    experts = result.stages["experts"]
-    return ratios(base.stages["experts"], experts) if all(experts) else None

@@ -1,9 +1,9 @@
-"""The cap on an accelerator: no wait for the host, static shapes, and live inside CUDA graphs.
+"""The cap on an accelerator: no host sync, static shapes, and adjustable inside CUDA graphs.
 
-A captured graph replays kernels and no Python, so what may change while a server runs has to lie in
-the device's memory: capacities are looked up in a table by the number of real tokens, which the
-host fills with exact fractions; how many experts max_active lets a device read, and below how many
-tokens; and a flag that says whether dropping is enforced. Never run on CUDA.
+A captured graph replays kernels and runs no Python, so everything that may change while a server
+runs lies in device memory: a table of capacities by number of real tokens, filled by the host with
+exact fractions; the number of experts that max_active lets a device read, and the number of tokens
+below which it does; and a flag that enforces the drops. Never run on CUDA.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from paceline.routing.keys import descending_key
 
 KEEPS = ("score", "weight", "first", "last")
 LIVE = ("capacity_factor", "min_expert_load", "mode", "max_active")
-"""Fields of a policy that a captured graph follows; the last where it started with it."""
+"""Fields that can change in a captured graph; the last one only if the graph started with it."""
 
 
 class DeviceCap:
     """Token Drop of one layer on a device, for one pool.
 
     Args:
-        policy: whose `unit` and `keep` are part of the captured graph.
-        placement: of the experts.
-        k: experts a token.
-        most_tokens: of a forward.
-        share: of a forward's tokens that this rank sees, for `min_expert_load`.
-        device: where the layer runs.
+        policy: its `unit` and `keep` become part of the captured graph.
+        placement: expert -> device.
+        k: experts per token.
+        most_tokens: the most tokens of a forward.
+        device: of the layer's tensors.
+        share: share of a forward's tokens that this rank sees, for `min_expert_load`.
 
     Attributes:
         places: [sizes, most_tokens + 1] int64 capacity of a unit of each size, by real tokens.
-        few: 0-d int64: with fewer real tokens max_active rules.
-        readable: [devices with experts] int64: how many experts each may read then.
-        enforce: 0-d bool: whether what is over capacity is dropped.
-        loads: [2, experts] int64 assignments before and after.
-        counts: [3] int64 forwards with tokens, capped ones, tokens.
+        few: 0-d int64 number of real tokens below which max_active applies.
+        readable: [devices with experts] int64 number of experts that each may read then.
+        enforce: 0-d bool, True if what is over capacity is dropped.
+        loads: [2, experts] int64 assignments before and after the cap.
+        counts: [3] int64 forwards with tokens, capped forwards, tokens.
 
     Raises:
-        ValueError: if the policy asks for what only a host can tell.
+        ValueError: if the policy needs the host in every forward.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class DeviceCap:
         self.enforce = torch.zeros((), dtype=torch.bool, device=device)
         self.loads = torch.zeros((2, self._experts), dtype=torch.int64, device=device)
         self.counts = torch.zeros(3, dtype=torch.int64, device=device)
-        self.follow(policy)
+        self.set_policy(policy)
 
     def check(self, policy: CapacityPolicy | None) -> None:
-        """Refuse a policy that the captured graph can't follow.
+        """Refuse a policy that the captured graph can't apply.
 
         Raises:
             ValueError: naming the field and what is allowed.
@@ -89,7 +89,7 @@ class DeviceCap:
         if policy is None:
             return
         facts = facts_for(policy)
-        for asked, said in (
+        for needs_host, field in (
             (facts.request, "pool=request"),
             (facts.decode, "phase=prefill"),
             (facts.position, f"protect_first={policy.protect_first}"),
@@ -97,26 +97,30 @@ class DeviceCap:
             (policy.renormalize, "renormalize=true"),
             (policy.caps and policy.keep not in KEEPS, f"keep={policy.keep}"),
         ):
-            if asked:
-                raise ValueError(f"{said} is not allowed on an accelerator: a host must tell it.")
+            if needs_host:
+                raise ValueError(f"{field} is not allowed on an accelerator: it needs the host.")
         for name in type(policy).model_fields if policy.caps and self._policy.caps else ():
             old, new = getattr(self._policy, name), getattr(policy, name)
             live = name in LIVE and (name != "max_active" or self._hosts is not None)
             if not live and old != new:
                 raise ValueError(
                     f"{name}={new} is not allowed on a running accelerator, where it is {old}: "
-                    f"what can change are {', '.join(LIVE)}."
+                    f"only {', '.join(LIVE)} can change."
                 )
 
-    def follow(self, policy: CapacityPolicy | None) -> None:
-        """Put a policy in force, captured graphs included; None: nothing is dropped or enforced."""
+    def set_policy(self, policy: CapacityPolicy | None) -> None:
+        """Put a policy in force, in captured graphs too; None: nothing is dropped.
+
+        Raises:
+            ValueError: as `check` does.
+        """
         self.check(policy)
         self.places.fill_(INT64_MAX)
         needed = 0
         if policy is not None and policy.caps:
             load = Fraction(str(policy.resolved_min_expert_load("cuda"))) * self._share
             needed = tokens_needed(float(load), self._k, self._experts)
-        self._follow_max_active(policy, needed)
+        self._set_max_active(policy, needed)
         factor = policy.factor if policy is not None and policy.caps else None
         if factor is not None:
             tokens = torch.arange(self._most + 1)
@@ -124,10 +128,9 @@ class DeviceCap:
             for row, size in enumerate(self._sizes):
                 ratio = factor * Fraction(self._k * size, self._experts)
                 self.places[row, needed:] = capacities(ratio, tokens)[needed:].to(self.places)
-        enforced = policy is not None and policy.mode == "enforce"
-        self.enforce.fill_(enforced)
+        self.enforce.fill_(policy is not None and policy.mode == "enforce")
 
-    def _follow_max_active(self, policy: CapacityPolicy | None, needed: int) -> None:
+    def _set_max_active(self, policy: CapacityPolicy | None, needed: int) -> None:
         if self._hosts is None:
             return
         most = policy.max_active if policy is not None and policy.caps else None
@@ -137,8 +140,8 @@ class DeviceCap:
             self.readable.copy_(torch.tensor(places))
             self.weight_unit.fill_(weight_unit(needed, self._k))
 
-    def _narrowed(self, safe: Tensor, offered: Tensor, weights: Tensor, tokens: Tensor) -> Tensor:
-        """[tokens, k] bool: assignments whose experts their devices may read."""
+    def _readable(self, safe: Tensor, offered: Tensor, weights: Tensor, tokens: Tensor) -> Tensor:
+        """Return [tokens, k] bool, True for assignments whose experts their devices may read."""
         if self._hosts is None:
             return offered
         expert = torch.where(offered, safe, self._experts)
@@ -150,12 +153,12 @@ class DeviceCap:
     def __call__(
         self, weights: Tensor, ids: Tensor, scores: Tensor | None, valid: Tensor | None
     ) -> None:
-        """Mark what is over capacity -1 and zero its weight, in place.
+        """Set dropped ids to -1 and their weights to 0, in place.
 
         Args:
             weights: [tokens, k].
             ids: [tokens, k] experts; outside [0, experts): no assignment.
-            scores: [tokens, k] float32 of the chosen experts, for keep=score.
+            scores: [tokens, k] float32 scores of the chosen experts, for keep=score.
             valid: [tokens] bool, False for padding; None: every token is real.
         """
         rows = ids.shape[0]
@@ -167,8 +170,8 @@ class DeviceCap:
             tokens = torch.full((), rows, dtype=torch.int64, device=ids.device)
         safe = torch.where(offered, ids, 0).long()
         by_size = self.places.index_select(1, tokens.clamp(max=self._most).view(1)).view(-1)
-        wanted = self._narrowed(safe, offered, weights, tokens)
-        group = torch.where(wanted, self._unit_of[safe], self._units)
+        readable = self._readable(safe, offered, weights, tokens)
+        group = torch.where(readable, self._unit_of[safe], self._units)
         kept = first_of_each_group(
             group, self._units, by_size[self._size_of[safe]], self._key(weights, scores, ids)
         )
@@ -179,7 +182,7 @@ class DeviceCap:
         weights.masked_fill_(drop, 0)
 
     def _key(self, weights: Tensor, scores: Tensor | None, ids: Tensor) -> Tensor:
-        """[tokens, k] int64, smaller is kept first; ties go by token, then by slot."""
+        """Return [tokens, k] int64, smaller is kept first; ties go by token, then by slot."""
         keep = self._policy.keep
         if keep == "score" and scores is not None:
             return descending_key(scores)
@@ -193,7 +196,7 @@ class DeviceCap:
     def _count(
         self, safe: Tensor, offered: Tensor, kept: Tensor, tokens: Tensor, by_size: Tensor
     ) -> None:
-        """In place, so that a replayed graph counts too."""
+        """Count in place, so that a replayed graph counts too."""
         for row, counted in enumerate((offered, kept)):
             self.loads[row].scatter_add_(0, safe.flatten(), counted.flatten().long())
         capped = (by_size != INT64_MAX).any() & (tokens > 0)
