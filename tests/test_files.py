@@ -79,7 +79,7 @@ SAMPLE = "sample:esft_v2lite_law"
 @pytest.mark.parametrize(
     ("room", "verb"),
     [
-        (300, ("place", SAMPLE, "--devices", "8", "--out", "new.toml")),
+        (300, ("plan", SAMPLE, "--place-only", "--devices", "8", "--out", "new.toml")),
         (300, ("import", SAMPLE, "--out", "trace")),
         (20_000, ("import", SAMPLE, "--out", "trace")),
         (20_000, ("reorder", "demo", "--plan", "plan.toml", "--out", "out")),

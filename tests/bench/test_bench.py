@@ -148,7 +148,7 @@ def test_verbs_write_results_and_a_plot(tmp_path: Path) -> None:
 
     out, plot = tmp_path / "layer.json", tmp_path / "layer.html"
     options = ["--shape", "tiny", "--tokens", "32", "--rounds", "1", "--out", str(out)]
-    done = runner.invoke(app, ["bench", "layer", *options, "--plot", str(plot), "--json"])
+    done = runner.invoke(app, ["bench", "layer", *options, "--html", str(plot), "--json"])
     assert done.exit_code == 0, done.output
     results = json.loads(out.read_text())
     assert json.loads(done.stdout) == results
@@ -169,7 +169,7 @@ def test_model_verb_on_the_demo_model(tmp_path: Path) -> None:
 
     out, plot = tmp_path / "model.json", tmp_path / "model.html"
     sizes = ["--sequences", "8", "--prompt-tokens", "16", "--new-tokens", "2", "--rounds", "1"]
-    done = runner.invoke(app, ["bench", "model", *sizes, "--out", str(out), "--plot", str(plot)])
+    done = runner.invoke(app, ["bench", "model", *sizes, "--out", str(out), "--html", str(plot)])
     assert done.exit_code == 0, done.output
     rows = json.loads(out.read_text())["policies"]
     assert rows[0]["rows"] == 4 * 8 * 16 * 4  # layers, sequences, tokens, k

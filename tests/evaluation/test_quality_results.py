@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.demo.assets import shipped_sweep
-from paceline.evaluation.sweep_file import read_sweep
+from paceline.evaluation.results import read_sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,7 +18,7 @@ def test_what_the_demo_page_shows_is_what_was_measured() -> None:
     assert shipped is not None
     measured = ROOT / "benchmarks" / "results" / "sweep.json"
     assert shipped == read_sweep(measured)
-    assert {p["compensate"] for p in shipped["points"]} == {False, True}
+    assert {point.compensate for point in shipped.points} == {False, True}
 
 
 def test_the_tables_of_the_page_are_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`paceline sweep`: every combination once, its frontier, and what is shown of it."""
+"""`paceline eval --grid`: every combination once, its frontier, and what is shown of it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from paceline.cli.app import app
-from paceline.evaluation.sweep import FACTORS, Axes, frontier
-from paceline.evaluation.sweep_file import read_sweep
+from paceline.evaluation.results import read_sweep
+from paceline.evaluation.run import FACTORS, Axes, frontier
 from paceline.reporting.quality_figures import sweep_figure, sweep_words
 from paceline.reporting.sweep_table import sweep_table
 
@@ -22,7 +22,9 @@ SMALL = ["--tokens", "512", "--sequence-length", "64", "--batch-size", "4"]
 
 
 def _run(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["sweep", "demo", "--text", "prose", *SMALL, *arguments])
+    return CliRunner().invoke(
+        app, ["eval", "demo", "--grid", "--text", "prose", *SMALL, *arguments]
+    )
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=20))
@@ -89,7 +91,7 @@ def test_a_report_shows_a_sweep_and_refuses_what_is_none(tmp_path: Path) -> None
     swept = tmp_path / "swept"
     assert _run("--factors", "1,0.5", "--keeps", "score", "--out", str(swept)).exit_code == 0
     page = tmp_path / "page.html"
-    arguments = ["report", "sample:gpt_oss_20b_decode", "--out", str(page), "--sweep"]
+    arguments = ["loads", "sample:gpt_oss_20b_decode", "--html", str(page), "--sweep"]
     ran = CliRunner().invoke(app, [*arguments, str(swept / "sweep.json")])
     assert ran.exit_code == 0, ran.output
     text = page.read_text(encoding="utf-8")
@@ -97,7 +99,7 @@ def test_a_report_shows_a_sweep_and_refuses_what_is_none(tmp_path: Path) -> None
     assert 'data-for="sweep"' in text
     whole = (swept / "sweep.json").read_text(encoding="utf-8")
     shown = read_sweep(swept / "sweep.json")
-    assert shown["points"][0]["change"] == json.loads(whole)["points"][0]["change"]
+    assert shown.points[0].change == json.loads(whole)["points"][0]["change"]
     for broken, said in (
         (whole[:-40], "the file: "),
         (whole.replace('"on_frontier": true', '"on_frontier": "maybe"', 1), "on_frontier"),
@@ -117,13 +119,15 @@ def test_a_report_shows_a_sweep_and_refuses_what_is_none(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--factors", "1,x"], "--factors x: allowed are numbers >= 0"),
+        (["--factors", "1,x"], "--factors must be numbers >= 0, got x"),
         (["--factors", "-1"], "capacity_factor=-1.0 is not allowed"),
         (["--units", "rack"], "unit='rack' is not allowed"),
-        (["--keeps", ","], "--keeps ',' names nothing"),
+        (["--keeps", ","], "--keeps must have at least one value, got ','"),
         (["--expands", "far"], "expand='far' is not allowed"),
         (["--calibration", "/nowhere"], "/nowhere"),
-        (["--out", "/nowhere/at/all"], "there is no folder /nowhere/at"),
+        (["--out", __file__], "--out must be a folder"),
+        (["--policy", "capacity_factor=1"], "a grid has its own policies"),
+        (["--compositions", "solo"], "must be one_text or mixed with --grid"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments: list[str], said: str) -> None:

@@ -18,7 +18,9 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,8 +28,10 @@ from scipy.optimize import nnls
 from torch import Tensor, nn
 
 from paceline.analysis.cost import LayerShape, device_seconds, padded_rows
-from paceline.analysis.hardware import Hardware
+from paceline.analysis.hardware import Hardware, save_hardware
 from paceline.bench.workload import Shape, build_experts
+from paceline.progress import Progress
+from paceline.system_info import system_info
 
 FIT_SIZES = (
     (512, 512), (1024, 512), (1024, 1024), (1536, 1024), (2048, 768), (2048, 1536), (2880, 1440),
@@ -237,6 +241,66 @@ def fit(
     return Fit(hardware, tuple(_errors(hardware, timings)), tuple(_errors(hardware, held_out)))
 
 
+def fit_this_machine(
+    out: Path | None = None,
+    link: float | None = None,
+    rounds: int = 7,
+    threads: int = 1,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Time experts on this machine and fit the cost model's device to them.
+
+    Args:
+        out: file to write, read again by `hardware_of`.
+        link: bytes/s to other devices, which is not measured.
+        rounds: runs of every case; the fastest counts.
+        threads: of one device, on a CPU.
+        progress: called after every case.
+
+    Returns:
+        The device, and how good it is on sizes that took no part in the fit.
+    """
+    from paceline.bench.timing import keep_freed_memory
+
+    torch.set_num_threads(threads)
+    keep_freed_memory()
+    sizes = FIT_SIZES + HELD_OUT_SIZES
+    timings = measure(sizes, rounds=rounds, progress=progress)
+    seen = [t for t in timings if (t.shape.hidden, t.shape.expert_size) in FIT_SIZES]
+    unseen = [t for t in timings if t not in seen]
+    found = fit(seen, unseen, link=link)
+    cases = [
+        {
+            "hidden": timing.shape.hidden,
+            "expert_size": timing.shape.expert_size,
+            "rows": list(timing.rows),
+            "decode": is_decode(timing),
+            "seconds": timing.seconds,
+            "error": error,
+        }
+        for timing, error in zip(unseen, found.held_out, strict=True)
+    ]
+    decode = [e for t, e in zip(unseen, found.held_out, strict=True) if is_decode(t)]
+    several = len(FIT_SIZES) > 2  # the sizes that remain have to be enough for a fit
+    others = left_out(seen) if several else []
+    more = {
+        "held_out": cases,
+        "held_out_within_15_percent": within(found.held_out),
+        "held_out_worst": max(map(abs, found.held_out)),
+        "decode_cases": len(decode),
+        "decode_within_15_percent": within(decode),
+        "each_size_left_out": len(others),
+        "each_size_left_out_within_15_percent": within(others),
+        "each_size_left_out_worst": max(map(abs, others), default=None),
+        "unrest": unrest(timings),
+        "threads": threads,
+        **system_info(),
+    }
+    if out is not None:
+        save_hardware(found.hardware, out, more)
+    return {"hardware": asdict(found.hardware), **more}
+
+
 def _errors(hardware: Hardware, timings: Sequence[Timing]) -> list[float]:
     return [float(device_seconds([t.rows], t.shape, hardware)[0]) / t.seconds - 1 for t in timings]
 
@@ -281,7 +345,7 @@ def _fit(
         slow_flops=1 / (slower + flop) if slower > 0 else 0.0,
         activations=_rate(moved),
         precision=timings[0].shape.precision,
-        source="paceline calibrate-hardware",
+        source="paceline bench hardware",
     )
 
 

@@ -16,8 +16,8 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli import model_options
-from paceline.cli.errors import guarded
+from paceline.cli import options
+from paceline.cli.output import guarded
 from paceline.shipped import DEMO
 
 CONTROL = "paceline.engines.vllm.control.PolicyControl"
@@ -29,23 +29,18 @@ def serve(
     model: Annotated[
         str, typer.Argument(help="Model folder, hub name, or: demo. Before all of vLLM's flags.")
     ],
-    policy: Annotated[
-        str | None,
-        typer.Option(help="What to apply, like capacity_factor=1.25; none: count loads only."),
-    ] = None,
+    policy: options.Policy = None,
     devices: Annotated[
         int | None,
-        typer.Option(help="Devices that share the experts, where vLLM runs no expert parallelism."),
+        typer.Option(help="Devices that share the experts, without expert parallelism."),
     ] = None,
-    plan: Annotated[
-        Path | None, typer.Option(help="File with policies and placements, TOML.")
-    ] = None,
-    calibration: model_options.CalibrationFolder = None,
+    plan: options.PlanFile = None,
+    calibration: options.CalibrationFolder = None,
     record: Annotated[
         Path | None,
         typer.Option(help="Folder for a trace of what the layers choose, to be made."),
     ] = None,
-    record_content: model_options.Content = model_options.ContentName.counts,
+    record_content: options.Content = options.ContentName.counts,
     accept_shared_budget: Annotated[
         bool,
         typer.Option(
@@ -56,8 +51,9 @@ def serve(
 ) -> None:
     """Serve a model with vLLM, capped; every other flag is vLLM's.
 
-    The policy of the running server is at /paceline/policy (GET, POST, DELETE), what it does on
-    /metrics.
+    Without a policy loads are counted and nothing is capped. With expert parallelism a device is a
+    rank; without it and without --devices every expert is a device. The policy of the running
+    server is at /paceline/policy (GET, POST, DELETE), its effect on /metrics.
 
     \b
     Examples:

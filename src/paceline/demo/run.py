@@ -261,7 +261,9 @@ def _layer_tables(batches: Sequence[Sequence[Any]]) -> Loads:
     """Sum loads over batches, [batches][layers]; they run one after the other."""
     tables = []
     for same_layer in zip(*batches, strict=True):
-        names = (f"{unit}_loads_{when}" for unit in ("expert", "device") for when in ("before", "after"))
+        names = (
+            f"{unit}_loads_{when}" for unit in ("expert", "device") for when in ("before", "after")
+        )
         sums = {
             name: [math.fsum(x) for x in zip(*(getattr(s, name) for s in same_layer), strict=True)]
             for name in names

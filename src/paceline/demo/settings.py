@@ -53,8 +53,9 @@ def _token_drop(unit: Unit, factor: float, keep: str = "score") -> Entry:
 
 
 def _compensated(factor: float, unit: Unit = "device", placed: bool = False) -> Entry:
+    per_expert, suffix = "expert-" if unit == "expert" else "", "-placed" if placed else ""
     entry = _entry(
-        f"compensated-{'' if unit == 'device' else 'expert-'}{factor:g}{'-placed' if placed else ''}",
+        f"compensated-{per_expert}{factor:g}{suffix}",
         "Compensated Drop, placed" if placed else f"Compensated Drop per {unit}",
         factor,
         f"{unit}-{factor:g}-score" if factor >= 1 and not placed else None,

@@ -117,6 +117,10 @@ class LoadShares(Balance):
             stand_in_distance=sum(known) / len(known) if known else None,
         )
 
+    def drops(self) -> dict[str, float]:
+        """Return the shares dropped and added, and the gate mass kept."""
+        return self.model_dump(include={"dropped_share", "extras_share", "gate_mass_kept"})
+
 
 def _balance(layers: Sequence[Any], when: str) -> dict[str, float]:
     device = _peak(layers, "device", when)

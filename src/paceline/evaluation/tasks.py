@@ -112,9 +112,9 @@ def _load(manager: Any, name: str) -> dict[str, Any]:
         reason = shortened(" ".join(str(error).split()) or type(error).__name__, 200)
         if isinstance(error, ConnectionError | TimeoutError) or " Hub" in reason:
             raise ValueError(
-                f"the data of the task {name} can't be loaded: {reason}. It is fetched from the Hugging "
-                "Face hub once and read from its cache from then on; tasks of your own need none "
-                "(--include-path)."
+                f"the data of the task {name} can't be loaded: {reason}. It is fetched from the "
+                "Hugging Face hub once and read from its cache from then on; tasks of your own "
+                "need none (--include-path)."
             ) from error
         raise ValueError(f"the task {name} can't be loaded: {reason}") from error
     if not loaded:
@@ -183,9 +183,7 @@ def judge_tasks(
     )
 
 
-def _rows(
-    by_policy: Mapping[str, _TaskRun], alone: Mapping[str, _TaskRun] | None
-) -> list[TaskRow]:
+def _rows(by_policy: Mapping[str, _TaskRun], alone: Mapping[str, _TaskRun] | None) -> list[TaskRow]:
     """Compare every policy with none, and with the same run with every prompt alone, if given."""
     base = by_policy[BASELINE]
     return [

@@ -103,7 +103,7 @@ def test_the_verbs_read_it(olmoe: Capped, tmp_path: Path) -> None:
                 answers(olmoe.llm, tokens=2)
     for words in (
         ["loads", str(tmp_path / "counts"), "--json"],
-        ["simulate", str(tmp_path / "choices"), "--devices", "4", "--json"],
+        ["loads", str(tmp_path / "choices"), "--devices", "4", "--json"],
         ["plan", str(tmp_path / "choices"), "--model-config", olmoe.folder, "--devices", "4",
          "--json"],
     ):  # fmt: skip

@@ -54,7 +54,7 @@ def attach(
             alone) gives each layer its own. None: every expert is a device of its own.
         plan: policies, placements and calibration from one file; `policy`, `placement` and
             `calibration` come before them.
-        calibration: of this model, or its folder, as `paceline calibrate` makes it; needed by
+        calibration: of this model, or its folder, as `paceline tune` makes it; needed by
             compensate=True.
         token_source: which device a token lives on: "sequence" (row i of a batch of B lives on
             device i * devices // B), a [batch] or [batch, length] tensor, or a function of
