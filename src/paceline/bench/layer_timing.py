@@ -29,7 +29,7 @@ from paceline.bench.emulated import Experts, slowest_device, split_by_device
 from paceline.bench.timing import Spread, ratios, share_of, spread, turns
 from paceline.bench.workload import Workload
 from paceline.engines.transformers.expert_parallel.implementation import sum_by_token
-from paceline.engines.transformers.expert_parallel.routing import own_share
+from paceline.engines.transformers.expert_parallel.routing import policy_for_share
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import Assignment, RoutingInputs, route
@@ -177,7 +177,7 @@ def _first_device(
             route(together, policy, placement)
         else:
             source = None if together.token_source is None else together.token_source[:count]
-            own = own_share(policy, placement.num_devices, inputs.topk_ids.device.type)
+            own = policy_for_share(policy, placement.num_devices, inputs.topk_ids.device.type)
             route(replace(inputs, token_source=source), own, placement)
     marks.append(time.thread_time())
     ids, weights = assignment.topk_ids[:count], assignment.topk_weights[:count]
