@@ -1,4 +1,4 @@
-"""What vLLM's CPU kernel gains by leaving dropped rows out, and what gathering the kept ones costs.
+"""Gain of vLLM's CPU kernel from leaving dropped rows out, and cost of gathering the kept ones.
 
     make .venv-vllm/.ready && .venv-vllm/bin/python benchmarks/vllm_kernel.py
 
@@ -26,7 +26,7 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results" / "vllm_kernel.json"
 os.environ.update(OMP_NUM_THREADS="1", VLLM_LOGGING_LEVEL="ERROR")
 SHAPES = ((32, 4, 192, 64), (32, 4, 256, 256), (64, 8, 512, 256), (32, 4, 512, 1024))
-"""Experts, experts a token, hidden size, width."""
+"""Experts, experts per token, hidden size, width."""
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5)
 TOKENS = 2048
 KERNELS = {"vec": "float32", "amx": "bfloat16"}
@@ -69,7 +69,7 @@ def main() -> None:
 def cases(
     shape: tuple[int, int, int, int], isa: str, dtype: Any, rounds: int
 ) -> list[dict[str, Any]]:
-    """One share of dropped slots an entry."""
+    """Time the kernel for each share of dropped slots."""
     import torch
     import vllm._custom_ops as ops
 
@@ -120,10 +120,10 @@ def cases(
 
 
 def line(case: dict[str, Any]) -> str:
-    """One case in words."""
+    """Write one case as a line."""
     experts, k, hidden, width = case["shape"]
     return (
-        f"{case['kernel']} {experts} experts of {hidden} x {width}, {k} a token: "
+        f"{case['kernel']} {experts} experts of {hidden} x {width}, {k} per token: "
         f"{case['dropped_share']:.1%} dropped: {case['median']:.2f} ({case['minimum']:.2f} to "
         f"{case['maximum']:.2f}) of {case['milliseconds_of_all']:.2f} ms, a pair costs "
         f"{case['columns_a_pair']:.0f} columns"

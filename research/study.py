@@ -216,7 +216,7 @@ def tables(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
             ]
         )
     out["active experts"] = _table(
-        ["experts", "max_active", "a device reads", "dropped", "mass lost", "gain in time"], rows
+        ["experts", "max_active", "read per device", "dropped", "mass lost", "gain in time"], rows
     )
     rows = []
     for name, what in (

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from paceline.files import MOST_SETTINGS, read_plain, whole_file
+from paceline.files import MOST_SETTINGS, atomic_file, read_plain
 from paceline.numbers import whole_number
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
@@ -378,7 +378,7 @@ class Plan(BaseModel):
         Raises:
             OSError: if the folder can't be written.
         """
-        with whole_file(Path(path)) as file:
+        with atomic_file(Path(path)) as file:
             file.write_text(self.to_toml(), encoding="utf-8")
 
 

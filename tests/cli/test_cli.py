@@ -15,8 +15,8 @@ from typing import Any
 
 import click
 import pytest
+from commands import run
 from typer.main import get_command
-from typer.testing import CliRunner
 
 import paceline
 from paceline.cli.app import FORMER, app
@@ -24,17 +24,6 @@ from paceline.cli.output import sentence
 from paceline.shipped import MODEL_FOLDER
 
 RUN = ["--tokens", "1024", "--batch-size", "8", "--sequence-length", "64"]
-
-
-def run(*arguments: str | Path) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def offline() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -358,6 +347,7 @@ def test_demo_says_what_it_found_and_where_the_page_is(tmp_path: Path) -> None:
     assert "Mixed batches" in said
 
 
+@pytest.mark.full
 def test_demo_prints_its_results_as_json(tmp_path: Path) -> None:
     result = run("demo", "--quick", "--out", tmp_path, "--json")
     assert result.exit_code == 0, result.stderr

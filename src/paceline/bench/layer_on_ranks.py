@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from paceline.bench.layer_timing import NO_CAP, NO_EXPERT, STAGES, LayerTimings
 from paceline.bench.timing import turns
 from paceline.bench.workload import Workload
-from paceline.engines.transformers.expert_parallel.collectives import Link
+from paceline.engines.transformers.expert_parallel.collectives import RankGroup
 from paceline.engines.transformers.expert_parallel.implementation import ExpertParallel
-from paceline.engines.transformers.expert_parallel.routing import decide
+from paceline.engines.transformers.expert_parallel.routing import route_on_rank
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import Assignment, RoutingInputs
@@ -53,17 +53,11 @@ def time_layer(
 ) -> dict[str, LayerTimings]:
     """Time the layer on all ranks; every rank must call it alike, and all get the same result.
 
-    Args:
-        workload: this rank's tokens (with `shares_batch`, the same on all ranks).
-        experts: this rank's experts, on local ids.
-        placement: expert -> rank.
-        policies: label -> policy; None is no cap.
-        rounds: each runs every policy once, and the untouched layer.
-        shares_batch: True if all ranks hold the same tokens.
-        progress: called after each policy of each round.
+    `workload` are this rank's tokens (with `shares_batch`, the same on all ranks), `experts` this
+    rank's, on local ids. Where Transformers can run the layer, its own exchange is timed too.
     """
-    link = Link()
-    parallel = ExpertParallel(experts.forward, placement, link, shares_batch)
+    group = RankGroup()
+    parallel = ExpertParallel(experts.forward, placement, group, shares_batch)
     stock = stock_layer(experts, shares_batch) if _stock_can(workload, placement) else None
     names = [*policies, *([UNTOUCHED] if stock is not None else [])]
     results = {name: LayerTimings() for name in names}
@@ -82,9 +76,9 @@ def _decide(
 ) -> Assignment:
     """Return this rank's assignment, as an attached model routes."""
     if not parallel.shares_batch:
-        source = torch.full_like(inputs.topk_ids[:, 0], parallel.link.rank, dtype=torch.int64)
+        source = torch.full_like(inputs.topk_ids[:, 0], parallel.group.rank, dtype=torch.int64)
         inputs = replace(inputs, token_source=source)
-    return decide(inputs, policy or NO_CAP, parallel)
+    return route_on_rank(inputs, policy or NO_CAP, parallel)
 
 
 def _round(
@@ -121,7 +115,7 @@ def _round(
         parallel(hidden, ids, weights)
         parallel.clock = None
     spent = torch.tensor([*times.values(), time.perf_counter() - start], dtype=torch.float64)
-    everyone = [torch.empty_like(spent) for _ in range(parallel.link.size)]
+    everyone = [torch.empty_like(spent) for _ in range(parallel.group.size)]
     dist.all_gather(everyone, spent)
     table = torch.stack(everyone)
     # a layer lasts until its last rank is done; the stages are of the rank that computes longest
@@ -151,7 +145,7 @@ def _count(
     totals = torch.cat([totals, totals.new_tensor([sent])])
     dist.all_reduce(totals)
     counts: list[Any] = totals.tolist()
-    ranks = parallel.link.size if parallel.shares_batch else 1
+    ranks = parallel.group.size if parallel.shares_batch else 1
     *per_device, offered, dropped, whole, kept, sent = counts
     if not offered:
         raise ValueError(NO_EXPERT)

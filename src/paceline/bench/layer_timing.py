@@ -29,7 +29,7 @@ from paceline.bench.emulated import Experts, slowest_device, split_by_device
 from paceline.bench.timing import Spread, ratios, share_of, spread, turns
 from paceline.bench.workload import Workload
 from paceline.engines.transformers.expert_parallel.implementation import sum_by_token
-from paceline.engines.transformers.expert_parallel.routing import own_share
+from paceline.engines.transformers.expert_parallel.routing import policy_for_share
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import Assignment, RoutingInputs, route
@@ -113,15 +113,10 @@ def emulate_layer(
     rounds: int,
     progress: Callable[[], None] = lambda: None,
 ) -> dict[str, LayerTimings]:
-    """Time the layer with every device of `placement` played in turn.
+    """Time the layer under each policy with every device of `placement` played in turn.
 
-    Args:
-        workloads: the tokens of each device, or one for all devices.
-        experts: all experts, on global ids.
-        placement: expert -> device.
-        policies: label -> policy; None is no cap.
-        rounds: each runs every policy once.
-        progress: called after each policy of each round.
+    `workloads` are the tokens of each device, or one for all devices; `experts` are all experts, on
+    global ids. `progress` is called after each policy of each round.
 
     Raises:
         ValueError: if no token has an expert, or a policy needs what the workload doesn't know.
@@ -177,7 +172,7 @@ def _first_device(
             route(together, policy, placement)
         else:
             source = None if together.token_source is None else together.token_source[:count]
-            own = own_share(policy, placement.num_devices, inputs.topk_ids.device.type)
+            own = policy_for_share(policy, placement.num_devices, inputs.topk_ids.device.type)
             route(replace(inputs, token_source=source), own, placement)
     marks.append(time.thread_time())
     ids, weights = assignment.topk_ids[:count], assignment.topk_weights[:count]

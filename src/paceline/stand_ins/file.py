@@ -15,7 +15,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from paceline.files import save_tensors, whole_file
+from paceline.files import atomic_file, save_tensors
 from paceline.placement import ExpertPlacement
 from paceline.plan import Plan
 from paceline.stand_ins.identity import LayerIdentity
@@ -155,7 +155,7 @@ class Calibration:
             for index, layer in enumerate(self.layers)
             for name, tensor in layer.tensors().items()
         }
-        with whole_file(path) as file:
+        with atomic_file(path) as file:
             save_tensors(tensors, file, {_HEADER: json.dumps(header)})
         return path
 

@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
 
-from paceline.files import save_tensors, whole_file
+from paceline.files import atomic_file, save_tensors
 from paceline.traces.chunk import Chunk
 from paceline.traces.format import (
     CHUNK_KEY,
@@ -79,7 +79,7 @@ class TraceWriter:
                 "batches must be smaller, or of choices instead of scores."
             )
         metadata = {CHUNK_KEY: self.header.identity, "chunk": str(self.chunks)}
-        with self._whole_file(chunk_name(self.chunks)) as file:
+        with self._atomic_file(chunk_name(self.chunks)) as file:
             save_tensors(tensors, file, metadata)
         self.chunks += 1
 
@@ -107,14 +107,14 @@ class TraceWriter:
 
     def _write_header(self) -> None:
         text = self.header.model_dump_json(indent=1) + "\n"
-        with self._whole_file(HEADER) as file:
+        with self._atomic_file(HEADER) as file:
             file.write_text(text, encoding="utf-8")
 
     @contextmanager
-    def _whole_file(self, name: str) -> Iterator[Path]:
-        """`whole_file`, which says which disk doesn't take it."""
+    def _atomic_file(self, name: str) -> Iterator[Path]:
+        """`atomic_file`, which says which disk doesn't take it."""
         try:
-            with whole_file(self.folder / name) as file:
+            with atomic_file(self.folder / name) as file:
                 yield file
         except OSError as error:
             reason = error.strerror or error
