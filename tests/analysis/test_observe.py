@@ -11,7 +11,7 @@ import torch
 
 from paceline import CapacityPolicy, ExpertPlacement
 from paceline.analysis.observe import observe_loads
-from paceline.analysis.verdict import verdict
+from paceline.analysis.verdict import model_verdict as verdict
 from paceline.batches import Sampling
 from paceline.demo.assets import domains, load_model, read_text
 from paceline.plan import Plan, PlanError
@@ -43,7 +43,7 @@ def test_repeated_text_is_named(demo: tuple[Any, Any], text: str) -> None:
     result = observe_loads(*demo, {"repeated": text}, policy="capacity_factor=1", sampling=SMALL)
     assert any("the very same experts" in reason for reason in result["degenerate"])
     assert not _promises(result)
-    assert "say nothing of real traffic" in verdict(result)[0]
+    assert "say nothing about real traffic" in verdict(result)[0]
 
 
 def test_a_router_that_treats_all_experts_alike_is_named(demo: tuple[Any, Any]) -> None:
@@ -137,7 +137,7 @@ def test_a_cap_that_never_applied_is_told_with_its_threshold(demo: tuple[Any, An
     )
     assert result["min_expert_load"] == 8
     assert result["tokens_an_expert"] == pytest.approx(16 * 4 / 32)
-    assert "from a mean of 8 tokens an expert on" in verdict(result)[-1]
+    assert "from a mean of 8 tokens per expert" in verdict(result)[-1]
 
 
 @pytest.mark.parametrize("field", ["tokens", "batch_size", "sequence_length"])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Iterator
 from itertools import permutations
 from pathlib import Path
 
@@ -26,17 +24,6 @@ from paceline.bench.workload import (
 )
 
 TINY = SHAPES["tiny"]
-
-
-@pytest.fixture(autouse=True)
-def unpinned() -> Iterator[None]:
-    """The verbs pin their process to a core: not the tests after these."""
-    threads = torch.get_num_threads()
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-    yield
-    torch.set_num_threads(threads)
-    if cores is not None:
-        os.sched_setaffinity(0, cores)
 
 
 def test_spread_and_ratios() -> None:

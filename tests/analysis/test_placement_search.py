@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from recorded import RECORDED, piece_loads, recorded
 
 from paceline.analysis.eplb import eplb_map
-from paceline.analysis.expert_map import ExpertMap, peak_to_mean
+from paceline.analysis.expert_map import ExpertMap
 from paceline.analysis.placement_search import (
     MAX_PIECES,
     Shape,
@@ -20,6 +20,7 @@ from paceline.analysis.placement_search import (
     improve,
     search_map,
 )
+from paceline.balance import peaks
 
 
 @st.composite
@@ -119,6 +120,10 @@ def test_replicas_have_slots_and_share_the_load(
     assert found.device_loads(loads).sum() == pytest.approx(loads.sum())
 
 
+def peak_to_mean(device_loads: np.ndarray) -> float:
+    return float(peaks(device_loads, ("batch", "device")).over("batch").ratio)
+
+
 def test_an_expert_above_a_devices_share_needs_replicas() -> None:
     loads = [[70, 10, 10, 10]]
     alone = search_map(loads, Shape(4, 2))
@@ -152,20 +157,20 @@ def test_swaps_stay_in_their_cell() -> None:
 @pytest.mark.parametrize(
     ("shape", "said"),
     [
-        ((0, 1), "num_devices=1"),
-        ((4, 5), "num_devices=5"),
-        ((4, 0), "num_devices=0"),
-        ((4, 2, -1), "replicas=-1"),
-        ((4, 2, 0, 3), "groups=3"),
-        ((4, 2, 0, 0), "groups=0"),
-        ((12, 8, 0, 4, 4), "num_devices=8"),
-        ((12, 4, 0, 3), "groups=3"),
-        ((8, 4, 0, 2, 3), "nodes=3"),
-        ((8, 4, 0, 2, 4), "groups=2"),
+        ((0, 1), r"num_devices must .*got 1"),
+        ((4, 5), r"num_devices must .*got 5"),
+        ((4, 0), r"num_devices must .*got 0"),
+        ((4, 2, -1), r"replicas must .*got -1"),
+        ((4, 2, 0, 3), r"groups must .*got 3"),
+        ((4, 2, 0, 0), r"groups must .*got 0"),
+        ((12, 8, 0, 4, 4), r"num_devices must .*got 8"),
+        ((12, 4, 0, 3), r"groups must .*got 3"),
+        ((8, 4, 0, 2, 3), r"nodes must .*got 3"),
+        ((8, 4, 0, 2, 4), r"groups must .*got 2"),
     ],
 )
 def test_shapes_that_cannot_be(shape: tuple[int, ...], said: str) -> None:
-    with pytest.raises(ValueError, match=f"{said} is not allowed"):
+    with pytest.raises(ValueError, match=said):
         Shape(*shape)
 
 
@@ -191,10 +196,10 @@ def test_beats_greedy_and_eplb_on_traffic_not_seen(name: str, tokens: int) -> No
         "eplb": [eplb_map(layer.sum(0), 8) for layer in fit],
         "search": [search_map(layer, Shape(experts, 8)) for layer in fit],
     }
-    peaks = {
+    found = {
         way: float(
             np.mean([peak_to_mean(m.device_loads(x)) for m, x in zip(maps, judge, strict=True)])
         )
         for way, maps in ways.items()
     }
-    assert peaks["search"] < min(peaks["greedy"], peaks["eplb"]) < peaks["contiguous"]
+    assert found["search"] < min(found["greedy"], found["eplb"]) < found["contiguous"]
