@@ -67,16 +67,13 @@ class DeviceWork:
 def split_by_device(
     hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, placement: ExpertPlacement
 ) -> list[DeviceWork]:
-    """Split the assignments of a layer among its devices; ids outside [0, E) are left out.
+    """Divide the assignments of a layer among its devices; ids outside [0, E) are left out.
 
     Args:
         hidden: [tokens, hidden].
         topk_ids: [tokens, slots] integer; dropped or unused slots hold E.
         topk_weights: [tokens, slots].
-        placement: expert -> device.
-
-    Returns:
-        [devices], those without experts or rows included.
+        placement: of the experts; devices without experts or rows are in the result too.
     """
     experts = placement.num_experts
     device_of_expert = torch.tensor([*placement.expert_to_device, -1], device=topk_ids.device)
@@ -124,9 +121,6 @@ def time_in_turn(
         rounds: each runs every policy.
         repeats: runs of a device in a round, the fastest of which counts.
         spread: policy -> further work, divided equally among the devices.
-
-    Returns:
-        policy -> [rounds].
     """
     further = spread or {}
 
@@ -173,13 +167,10 @@ def play(
 
     Args:
         experts: of the layer.
-        hidden: [..., hidden].
+        hidden: [..., hidden], as the result.
         ids: [tokens, slots] integer; ids outside [0, E) are left out.
         weights: [tokens, slots].
-        placement: expert -> device.
-
-    Returns:
-        [..., hidden], and the time and the rows of each device.
+        placement: of the experts.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
     out = torch.zeros_like(flat)
