@@ -192,7 +192,7 @@ def bench_layer(
 
 
 def _split(load: Workload, parts: int) -> list[Workload]:
-    """Split a layer's tokens among devices in order, with their routing."""
+    """Divide a layer's tokens among devices in order, with their routing."""
     inputs = load.gate(load.hidden)
     router = load.gate
     bounds = [len(load.hidden) * i // parts for i in range(parts + 1)]
