@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from paceline.bench.captured import capture
 from paceline.numbers import check_count
 from paceline.placement import ExpertPlacement
 from paceline.routing import RoutingInputs
-from paceline.traces import Asked, open_trace
+from paceline.traces import ImportOptions, open_trace
 from paceline.traces.chunk import joined
 
 
@@ -264,7 +264,7 @@ def trace_workload(path: Path, shape: Shape, layer: int, tokens: int, offset: in
 
 def _recorded(path: Path, shape: Shape, layer: int) -> RoutingInputs:
     """Read the whole routing of one layer."""
-    trace = open_trace(path, Asked(experts=shape.experts, k=shape.k))
+    trace = open_trace(path, ImportOptions(experts=shape.experts, k=shape.k))
     header = trace.header
     if not header.per_token:
         raise ValueError(f"trace {path} holds {header.content}, not what each token chose.")
@@ -283,3 +283,14 @@ def _recorded(path: Path, shape: Shape, layer: int) -> RoutingInputs:
     if whole.weights is None:
         raise ValueError(f"trace {path} holds no weights, which the experts' outputs need.")
     return whole.inputs_of_rows(narrow.header, 0, 0, whole.tokens)
+
+
+def token_rows(tokenizer: Any, texts: Iterable[str], tokens: int, length: int = 256) -> Tensor:
+    """Return at least `tokens` token ids of texts in rows, repeated where the texts are too short.
+
+    Returns:
+        [sequences, length] int64.
+    """
+    ids = [i for text in texts for i in tokenizer(text)["input_ids"]]
+    count = -(-tokens // length) * length
+    return torch.tensor((ids * -(-count // max(1, len(ids))))[:count]).view(-1, length)
