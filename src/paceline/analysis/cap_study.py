@@ -30,7 +30,7 @@ from paceline.policy import CapacityPolicy
 from paceline.progress import Progress
 from paceline.traces import Trace
 from paceline.traces.loads import trace_loads
-from paceline.traces.policy_support import keeps_of
+from paceline.traces.policy_support import supported_keeps
 from paceline.traces.simulate import simulate
 from paceline.traces.tables import load_tables
 
@@ -102,7 +102,7 @@ def cap_study(
     placements = {IN_ORDER: order} | ({} if own is None else {PLACED: own})
     if trace.header.per_token:
         seen = picked(cut, spread_over(part, MAX_BATCHES))
-        keep = keeps_of(cut)[0]
+        keep = supported_keeps(cut)[0]
         ways, of_plan = _capped(seen, placements, keep, plan, steps.of("caps"))
     else:
         seen, keep = cut, None
@@ -226,7 +226,7 @@ def _active(
         if layer.k is not None
     )
     most = min(max(own.sizes) for each in placements.values() for own in each)
-    if not small or "weight" not in keeps_of(trace):
+    if not small or "weight" not in supported_keeps(trace):
         return []
     plans = {"": Plan(placements=tuple(placements[IN_ORDER]))}
     for placement, own in placements.items():

@@ -18,7 +18,7 @@ from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
 from paceline.progress import Progress
 from paceline.traces import Trace
-from paceline.traces.policy_support import keeps_of, pools_of
+from paceline.traces.policy_support import supported_keeps, supported_pools
 
 Chosen = Mapping[str, Mapping[float, list[CapacityPolicy]]]
 """Placement ("in_order" or "placed") -> budget of gate mass -> policy of each layer."""
@@ -172,9 +172,9 @@ def _variants(trace: Trace, policies: Sequence[CapacityPolicy]) -> dict[str, dic
     if not caps:
         return {}
     possible: dict[str, dict[str, Any]] = {
-        f"pool={pool}": {"pool": pool} for pool in pools_of(trace) if pool != "batch"
+        f"pool={pool}": {"pool": pool} for pool in supported_pools(trace) if pool != "batch"
     }
-    keeps = keeps_of(trace)
+    keeps = supported_keeps(trace)
     possible |= {f"keep={k}": {"keep": k} for k in ("weight", "first") if k in keeps}
     possible["min_expert_load=0"] = {"min_expert_load": 0}
     return {

@@ -18,9 +18,8 @@ import numpy.typing as npt
 from paceline.balance import straggler_loss
 from paceline.placement import ExpertPlacement
 from paceline.progress import Progress
-from paceline.traces.rows import Without, repeats, without
 from paceline.traces.tables import Group, LoadTable, load_tables
-from paceline.traces.trace import Trace
+from paceline.traces.trace import Trace, Without, repeats, without
 
 Array = npt.NDArray[Any]
 

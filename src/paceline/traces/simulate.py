@@ -17,7 +17,7 @@ from paceline.balance import straggler_loss
 from paceline.plan import Plan
 from paceline.progress import Progress
 from paceline.routing import Assignment
-from paceline.traces.policy_support import check_bearing
+from paceline.traces.policy_support import check_policies
 from paceline.traces.tally import Given, Tally, gate_mass_lost, spread
 from paceline.traces.trace import Trace
 
@@ -79,7 +79,7 @@ def simulate(
         plan.check_model(
             [layer.experts for layer in header.layers], [layer.k or 1 for layer in header.layers]
         )
-    check_bearing(trace, {f"plan {name!r}": plan.policies for name, plan in plans.items()})
+    check_policies(trace, {f"plan {name!r}": plan.policies for name, plan in plans.items()})
     tallies = {
         name: [Tally.of(layer, index, plan, name) for index, layer in enumerate(header.layers)]
         for name, plan in plans.items()
