@@ -187,10 +187,10 @@ def figure7(traces: Mapping[str, Trace]) -> list[dict[str, Any]]:
                 cap: Any = {"unit": unit, "keep": keep, "min_expert_load": 0}
                 policy = CapacityPolicy(capacity_factor=gamma, **cap)
                 plans[f"{unit} {gamma}"] = Plan((policy,), (DEVICES,))
-        found = simulate(trace, plans)["plans"]
+        found = simulate(trace, plans).plans
         rows += [
             {"traffic": traffic, "unit": unit}
-            | {f"{g:g}": found[f"{unit} {g}"]["overall"]["dropped_share"] for g in GAMMAS}
+            | {f"{g:g}": found[f"{unit} {g}"].overall.dropped_share for g in GAMMAS}
             for unit in ("expert", "device")
         ]
     return rows

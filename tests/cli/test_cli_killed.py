@@ -128,7 +128,9 @@ RUNS: dict[str, tuple[Callable[[Path], None], Check, tuple[str, ...]]] = {
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks, and counts on audit hooks of files")
-@pytest.mark.parametrize("verb", RUNS)
+@pytest.mark.parametrize(
+    "verb", [v if v == "plan" else pytest.param(v, marks=pytest.mark.full) for v in RUNS]
+)
 def test_a_killed_verb_leaves_the_old_file_or_the_new_one(verb: str, tmp_path: Path) -> None:
     prepare, check, arguments = RUNS[verb]
     before = tmp_path / "before"

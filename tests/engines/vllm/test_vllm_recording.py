@@ -1,4 +1,4 @@
-"""Traces that a running vLLM records: what they hold is what the kernel was given."""
+"""Traces that a running vLLM records hold what the kernel was given."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import kernel_rows
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -25,7 +26,7 @@ TOKENS, STEPS = sum(LENGTHS), 5
 def recording(
     olmoe: Capped, folder: Path, content: Literal["counts", "choices", "scores"] = "counts"
 ) -> Iterator[WorkerRecording]:
-    """The running engine, recorded."""
+    """Record the running engine."""
     made = WorkerRecording(olmoe.model, RecordingSettings(folder, content), "tiny", 1)
     try:
         yield made
@@ -34,15 +35,13 @@ def recording(
 
 
 def test_counts_are_what_the_kernel_was_given(olmoe: Capped, tmp_path: Path) -> None:
-    import kernel_rows
-
     olmoe.set("mode=observe")
     kernel_rows.CALLS.clear()
     with recording(olmoe, tmp_path / "trace") as made:
         assert made.describe()["recording"]
         answers(olmoe.llm, tokens=STEPS)
-    told = made.stop()  # twice is once
-    assert (told["recording"], told["forwards"]) == (False, STEPS)
+    state = made.stop()  # idempotent
+    assert (state["recording"], state["forwards"]) == (False, STEPS)
     layers = len(olmoe.model.layers)
     calls = torch.tensor(kernel_rows.CALLS).view(STEPS, layers, EXPERTS)
     trace = open_trace(tmp_path / "trace")
