@@ -262,7 +262,7 @@ def study(
     from paceline.analysis.placing import PlacementSpec
     from paceline.analysis.planner import make_plan
     from paceline.cli.plan import goal_of
-    from paceline.evaluation.sweep_file import read_sweep
+    from paceline.evaluation.results import read_sweep
     from paceline.model_config import read_model_config
 
     config: Path | None = facts["model_config"]
@@ -278,7 +278,7 @@ def study(
             judge = planned.other_trace.trace
     elif plan is not None and plan.placements and devices is not None:
         raise ValueError("--devices and the plan both place the experts: give one of them.")
-    swept = None if sweep is None else read_sweep(sweep)
+    swept = None if sweep is None else read_sweep(sweep).to_dict()
     trace = without_rows(read_trace(source, **facts), without)
     other = None if judge is None else read_trace(judge, **facts)
     with progress() as tell:
