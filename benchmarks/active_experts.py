@@ -29,7 +29,7 @@ from paceline import attach
 from paceline.batches import Batch
 from paceline.cli.output import progress
 from paceline.demo.assets import domains, load_calibration, load_model, read_text
-from paceline.evaluation.perplexity import Losses, as_dict, change
+from paceline.evaluation.perplexity import Losses, change
 from paceline.files import to_json, write_text
 from paceline.shipped import DECODE_FILE
 from paceline.stand_ins.compensation import Compensation
@@ -364,7 +364,7 @@ def main(trials: Callable[[int, str], Iterator[Trial]] = trials) -> None:
                     tell(done, len(chosen), f"rules, {kind}, batches of {batch}")
                     start = time.perf_counter()
                     losses, counts = judge.losses(run, rule, stand_ins, family == PLACED)
-                    found_change = as_dict(change(base, losses))
+                    found_change = change(base, losses).to_dict()
                     row = {"kind": kind, "batch": batch, "family": family, **setting}
                     row |= {"stand_ins": stand_ins, "perplexity_change": found_change}
                     data["results"].append(row | counts.result())

@@ -29,7 +29,7 @@ from paceline.batches import Batch
 from paceline.bench.timing import prepare_machine, ratios, shuffled, spread, turns
 from paceline.bench.workload import SHAPES
 from paceline.demo.assets import domains, load_calibration, load_model, read_text
-from paceline.evaluation.perplexity import Losses, as_dict, change
+from paceline.evaluation.perplexity import Losses, change
 from paceline.files import to_json, write_text
 from paceline.stand_ins.file import Calibration
 from paceline.system_info import system_info
@@ -196,7 +196,7 @@ def quality_of_demo(batch: int, count: int, prompt: int = 32, length: int = 64) 
             seconds[name].append(spent / (batch * length))
     rows = rows_of("demo, 6.5M float32", batch, seconds, reads)
     for row in rows[1:]:
-        row["perplexity_change"] = as_dict(change(losses["untouched"], losses[row["policy"]]))
+        row["perplexity_change"] = change(losses["untouched"], losses[row["policy"]]).to_dict()
     return rows
 
 

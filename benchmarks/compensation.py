@@ -23,10 +23,9 @@ from typing import Any
 from paceline import CapacityPolicy, attach
 from paceline.batches import Batch, separate
 from paceline.cli.output import progress
-from paceline.demo.assets import load_model
-from paceline.demo.plan import DEVICES
-from paceline.demo.study import balance, drops, flat, held_out, run_policy
-from paceline.evaluation.perplexity import Losses, as_dict, change
+from paceline.demo.assets import held_out, load_model
+from paceline.demo.settings import DEVICES
+from paceline.evaluation.perplexity import Losses, change, run_policy
 from paceline.files import to_json, write_text
 from paceline.shipped import CALIBRATION_FOLDER
 from paceline.stand_ins.file import Calibration
@@ -118,12 +117,12 @@ class _Judge:
                     run = run_policy(
                         self._model, pace, CapacityPolicy.parse(policy), self._batches, self._step
                     )
-                    layers, after = flat(run.layers), change(base, run.losses)
+                    shares, after = run.shares(), change(base, run.losses)
                     results[row] = {
-                        "perplexity_change": as_dict(after),
-                        **drops(layers),
-                        "device_peak_to_mean": balance(layers, "after")["device_peak_to_mean"],
-                        "stand_in_distance": _mean(x["stand_in_distance"] for x in layers),
+                        "perplexity_change": after.to_dict(),
+                        **shares.drops(),
+                        "device_peak_to_mean": shares.device_peak_to_mean,
+                        "stand_in_distance": shares.stand_in_distance,
                     }
                     if not placed and "compensate" not in policy:
                         self._alone[row] = results[row]
@@ -139,11 +138,6 @@ class _Judge:
     def _step(self) -> None:
         self._done += 1
         self._tell(self._done, self._total, "batches judged")
-
-
-def _mean(values: Any) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
 
 
 if __name__ == "__main__":

@@ -20,10 +20,9 @@ from typing import Any
 from paceline import CapacityPolicy, attach
 from paceline.batches import Sampling, separate
 from paceline.cli.output import progress
-from paceline.demo.assets import load_model
-from paceline.demo.plan import DEVICES
-from paceline.demo.study import drops, flat, held_out, run_policy
-from paceline.evaluation.perplexity import as_dict, change
+from paceline.demo.assets import held_out, load_model
+from paceline.demo.settings import DEVICES
+from paceline.evaluation.perplexity import PolicyRun, change, run_policy
 from paceline.evaluation.sensitivity import measure_layers
 from paceline.files import to_json, write_text
 from paceline.plan import Plan
@@ -40,11 +39,11 @@ SETTINGS = ((False, True), (True, True), (False, False))
 """Whether experts are placed, and whether dropped assignments leave their stand-ins."""
 
 
-def mean_busiest(layers: list[list[Any]], when: str) -> float:
+def mean_busiest(run: PolicyRun, when: str) -> float:
     """Mean over batches and layers of the busiest device's rows, over a device's mean before."""
     ratios: list[float] = [
-        max(layer[f"device_loads_{when}"]) * DEVICES / sum(layer["device_loads_before"])
-        for layer in flat(layers)
+        max(getattr(layer, f"device_loads_{when}")) * DEVICES / sum(layer.device_loads_before)
+        for layer in run.all_layers()
     ]
     return sum(ratios) / len(ratios)
 
@@ -123,11 +122,11 @@ def judge(
             "bound": bound,
             "way": way,
             "factors": [each.capacity_factor for each in policies if each],
-            "perplexity_change": as_dict(after),
-            "beside_alike": as_dict(beside),
-            "busiest_device_before": mean_busiest(run.layers, "before"),
-            "busiest_device": mean_busiest(run.layers, "after"),
-            **drops(flat(run.layers)),
+            "perplexity_change": after.to_dict(),
+            "beside_alike": beside.to_dict(),
+            "busiest_device_before": mean_busiest(run, "before"),
+            "busiest_device": mean_busiest(run, "after"),
+            **run.shares().drops(),
         }
         rows.append(row)
         print(

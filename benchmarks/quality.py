@@ -16,10 +16,9 @@ from paceline.batches import Sampling
 from paceline.calibration.collect import calibrate
 from paceline.cli.output import progress
 from paceline.demo.assets import domains, load_model, read_text
-from paceline.evaluation.run import Job, evaluate
+from paceline.evaluation.results import EvalResult, SweepResult, read_sweep
+from paceline.evaluation.run import Axes, Job, evaluate, sweep
 from paceline.evaluation.subject import Subject
-from paceline.evaluation.sweep import Axes, sweep
-from paceline.evaluation.sweep_file import read_sweep
 from paceline.evaluation.tables import markdown
 from paceline.evaluation.tasks import load_tasks
 from paceline.files import to_json, write_text
@@ -67,7 +66,7 @@ def main() -> None:
         found = _calibration(given, model, tokenizer, halves[0], tell)
         plan = Plan(placements=(given.devices,))
         if given.what == "sweep":
-            result = sweep(
+            result: EvalResult | SweepResult = sweep(
                 model,
                 tokenizer,
                 halves[1],
@@ -95,15 +94,11 @@ def main() -> None:
                 out=given.state,
                 progress=tell,
             )
-    result |= {
-        "model": "demo",
-        "command": f"python benchmarks/quality.py {given.what}",
-        "rank": given.rank,
-    }
-    write_text(given.out, to_json(result), private=False)
+    result.model, result.command = "demo", f"python benchmarks/quality.py {given.what}"
+    write_text(given.out, to_json(result.to_dict() | {"rank": given.rank}), private=False)
     if given.what == "sweep" and given.ship:
-        write_text(SWEEP_FILE, to_json(read_sweep(given.out)), private=False)
-    print(sweep_table(result) if given.what == "sweep" else markdown(result))
+        write_text(SWEEP_FILE, read_sweep(given.out).to_json(), private=False)
+    print(markdown(result) if isinstance(result, EvalResult) else sweep_table(result.to_dict()))
 
 
 def _calibration(

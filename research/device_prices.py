@@ -23,10 +23,9 @@ from torch import Tensor
 from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, attach, route
 from paceline.batches import Batch, separate
 from paceline.cli.output import progress
-from paceline.demo.assets import load_calibration, load_model
-from paceline.demo.plan import DEVICES
-from paceline.demo.study import held_out
-from paceline.evaluation.perplexity import Losses, as_dict, batch_losses, change
+from paceline.demo.assets import held_out, load_calibration, load_model
+from paceline.demo.settings import DEVICES
+from paceline.evaluation.perplexity import Losses, batch_losses, change
 from paceline.facts import Facts
 from paceline.files import to_json, write_text
 from paceline.stand_ins.compensation import Compensation
@@ -185,8 +184,8 @@ def main() -> None:
         after = change(base, losses)
         beside = change(found[bound, Way("none", True, way.stand_ins)][0], losses)
         rows.append({
-            "bound": bound, "way": str(way), "perplexity_change": as_dict(after),
-            "beside_cap": as_dict(beside), "busiest_device": mean(peaks),
+            "bound": bound, "way": str(way), "perplexity_change": after.to_dict(),
+            "beside_cap": beside.to_dict(), "busiest_device": mean(peaks),
             "chosen_otherwise": mean(moved), "dropped_share": mean(dropped),
         })  # fmt: skip
         print(

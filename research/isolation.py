@@ -33,8 +33,8 @@ from paceline import (
 from paceline.batches import Sampling, make_batches
 from paceline.cli.output import progress
 from paceline.demo.assets import domains, load_model, read_text
-from paceline.demo.study import balance, drops, flat, run_policy
-from paceline.evaluation.perplexity import as_dict, change
+from paceline.evaluation.perplexity import change, run_policy
+from paceline.evaluation.results import Balance
 from paceline.facts import Facts
 from paceline.files import to_json, write_text
 from paceline.system_info import system_info
@@ -134,22 +134,22 @@ def cost(lengths: list[int], count: int) -> dict[str, Any]:
             sampling = Sampling(2048 * (count + 1), 2048 // length, length, mix=True)
             batches = make_batches(tokenizer, texts, sampling)[0][:count]
             base = run_policy(model, pace, None, batches, step)
-            before = balance(flat(base.layers), "before")
+            before = Balance.of(base.all_layers(), "before").to_dict()
             for unit, factor in CAPS:
                 for pool in POOLS:
                     policy = policy_of(pool, unit, factor, experts)
                     run = run_policy(model, pace, policy, batches, step)
-                    after = balance(flat(run.layers), "after")
+                    shares = run.shares()
                     row = {
                         "request_tokens": length,
                         "requests_a_batch": len(batches[0].ids),
                         "unit": unit,
                         "capacity_factor": factor,
                         "pool": pool,
-                        **drops(flat(run.layers)),
-                        "perplexity_change": as_dict(change(base.losses, run.losses)),
+                        **shares.drops(),
+                        "perplexity_change": change(base.losses, run.losses).to_dict(),
                         "peak_to_mean_before": before[f"{unit}_peak_to_mean"],
-                        "peak_to_mean_after": after[f"{unit}_peak_to_mean"],
+                        "peak_to_mean_after": shares.to_dict()[f"{unit}_peak_to_mean"],
                     }
                     results.append(row)
                     print(length, unit, factor, pool, row["dropped_share"], flush=True)

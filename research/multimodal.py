@@ -30,9 +30,10 @@ from paceline import CapacityPolicy, attach
 from paceline.batches import Batch
 from paceline.calibration.collect import calibrate
 from paceline.cli.output import progress
-from paceline.demo.study import balance, drops, flat
 from paceline.engines.sharing import SharedBudgetWarning
+from paceline.evaluation.results import Balance, LoadShares
 from paceline.files import to_json, write_text
+from paceline.routing.layer_stats import LayerStats
 from paceline.system_info import system_info
 
 Floats = NDArray[np.float64]
@@ -69,7 +70,7 @@ class Judge:
         self.right: list[Floats] = []
         self.loss: list[Floats] = []
         self.asked: list[Floats] = []
-        self.layers: list[list[dict[str, Any]]] = []
+        self.layers: list[list[LayerStats]] = []
         self.dropped: dict[str, dict[str, Floats]] = {"image": {}, "text": {}}
 
     def run(self, model: Any, pace: Any, batches: Sequence[Conversations]) -> None:
@@ -99,7 +100,7 @@ class Judge:
                 (self.asked, torch.ones_like(loss).double()),
             ):
                 into.append(torch.bincount(cell, values, minlength=size).reshape(shape).numpy())
-            self.layers.append(pace.stats().to_dict()["layers"])
+            self.layers.append(pace.stats().layers)
 
 
 def paired(base: Judge, other: Judge, what: str, group: str) -> dict[str, float]:
@@ -131,7 +132,7 @@ def level(judge: Judge, what: str, group: str) -> float:
 
 def summary(policy: str, base: Judge, judge: Judge) -> dict[str, Any]:
     """All that is said of one policy."""
-    layers = flat(judge.layers)
+    layers = [layer for batch in judge.layers for layer in batch]
     figures: dict[str, Any] = {"policy": policy}
     for what, name in (("right", "accuracy"), ("loss", "loss")):
         figures[name] = {
@@ -148,9 +149,9 @@ def summary(policy: str, base: Judge, judge: Judge) -> dict[str, Any]:
             m: {"share": float(both[0] / both[1]), "by_layer": shares[m]}
             for m, both in whole.items()
         },
-        **drops(layers),
+        **LoadShares.of(layers).drops(),
     }
-    figures["balance"] = {when: balance(layers, when) for when in ("before", "after")}
+    figures["balance"] = {when: Balance.of(layers, when).to_dict() for when in ("before", "after")}
     return figures
 
 

@@ -31,8 +31,8 @@ from paceline.batches import Sampling, cut, separate
 from paceline.calibration.collect import calibrate
 from paceline.cli.output import progress
 from paceline.demo.assets import domains, load_model, read_text
-from paceline.demo.study import balance, drops, flat, run_policy
-from paceline.evaluation.perplexity import as_dict, change
+from paceline.evaluation.perplexity import change, run_policy
+from paceline.evaluation.results import Balance
 from paceline.files import to_json, write_text
 from paceline.system_info import system_info
 
@@ -156,7 +156,8 @@ def judge(
         with attach(model, None, where, calibration=found) as pace:
             if base is None:
                 free = run_policy(model, pace, None, batches, lambda: None)
-                base, loads = free.losses, balance(flat(free.layers), "before")
+                base = free.losses
+                loads = Balance.of(free.all_layers(), "before").to_dict()
             for text in POLICIES:
                 if placed and "expert" in text:
                     continue  # the same as in order
@@ -169,8 +170,8 @@ def judge(
                         {
                             "policy": str(policy),
                             "placed": placed,
-                            "perplexity_change": as_dict(after),
-                            **drops(flat(run.layers)),
+                            "perplexity_change": after.to_dict(),
+                            **run.shares().drops(),
                         }
                     )
     assert base is not None

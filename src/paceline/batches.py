@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -176,3 +177,44 @@ def make_batches(
         parts.append(cut(name, ids[:share], sampling.sequence_length))
     deal = mixed if sampling.mix else separate
     return deal(parts, sampling.batch_size), tokens_by_source(parts)
+
+
+def prompt_batches(tokenizer: Any, prompts: Sequence[str], rows: int) -> list[Batch]:
+    """Return batches of up to `rows` prompts, padded on the left, with their attention mask.
+
+    Raises:
+        ValueError: if a prompt gives no tokens.
+    """
+    check_count("rows", rows)
+    tokens = [tokenizer(prompt, verbose=False)["input_ids"] for prompt in prompts]
+    if not all(tokens):
+        raise ValueError("a prompt gives no tokens.")
+    batches = []
+    for start in range(0, len(tokens), rows):
+        some = tokens[start : start + rows]
+        spare = [max(map(len, some)) - len(row) for row in some]
+        ids = [[padding_token(tokenizer)] * n + row for n, row in zip(spare, some, strict=True)]
+        mask = [[0] * n + [1] * len(row) for n, row in zip(spare, some, strict=True)]
+        given = {"attention_mask": torch.tensor(mask)}
+        batches.append(Batch(torch.tensor(ids), ("prompts",) * len(some), given))
+    return batches
+
+
+def padding_token(tokenizer: Any) -> int:
+    """Return the id of the token that pads a batch."""
+    return tokenizer.pad_token_id or tokenizer.eos_token_id or 0
+
+
+def run_batch(model: Any, batch: Batch) -> None:
+    """Run a batch through a model for what its layers do: its logits are not needed.
+
+    A model that can leave logits out does so, which saves its largest buffer.
+    """
+    arguments = {"input_ids": batch.ids, **batch.given}
+    few = "logits_to_keep" in inspect.signature(model.forward).parameters
+    with torch.no_grad():
+        model(
+            **{name: value.to(model.device) for name, value in arguments.items()},
+            use_cache=False,
+            **({"logits_to_keep": 1} if few else {}),
+        )

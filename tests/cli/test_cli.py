@@ -324,36 +324,6 @@ def test_unreadable_folder(models: dict[str, Path], text: Path, tmp_path: Path) 
     assert "can't be read" in result.stderr
 
 
-def test_demo_reports_an_impossible_folder(tmp_path: Path) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("in the way")
-    result = run("demo", "--quick", "--out", blocked)
-    assert result.exit_code == 2
-    assert len(result.stderr.strip().splitlines()) == 1
-
-
-def test_demo_says_what_it_found_and_where_the_page_is(tmp_path: Path) -> None:
-    result = run("demo", "--quick", "--out", tmp_path)
-    assert result.exit_code == 0, result.stderr
-    said = " ".join(result.stdout.split())
-    found = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
-    assert found["findings"]["headline"] in said
-    for line in found["findings"]["lines"]:
-        assert line in said
-    for row in found["policies"]:
-        assert row["label"] in said
-    assert "index.html" in said
-    assert "One-domain batches" in said
-    assert "Mixed batches" in said
-
-
-@pytest.mark.full
-def test_demo_prints_its_results_as_json(tmp_path: Path) -> None:
-    result = run("demo", "--quick", "--out", tmp_path, "--json")
-    assert result.exit_code == 0, result.stderr
-    assert result.stdout == (tmp_path / "results.json").read_text(encoding="utf-8")
-
-
 def test_sentence_is_one_line() -> None:
     assert sentence(ValueError("two\n lines")) == "two lines"
     assert sentence(FileNotFoundError(2, "No such file", "x.txt")) == "x.txt: No such file"

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from paceline.cli.app import app
 from paceline.cli.demo import _show
 from paceline.demo.assets import domains, load_model, read_text
-from paceline.demo.plan import BASELINE, DEVICES, HEADLINE, Plan, all_entries
-from paceline.demo.run import run_demo
-from paceline.demo.wording import findings
+from paceline.demo.page import findings, write_demo
+from paceline.demo.run import DemoResult
+from paceline.demo.settings import BASELINE, DEVICES, HEADLINE, DemoSettings, all_entries
 from paceline.text import percent, signed_percent, times
 
 KINDS = ("one_domain", "mixed")
@@ -72,17 +74,20 @@ class Page(HTMLParser):
             self.texts[self._text] += data
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path, list[Any]]:
     out = tmp_path_factory.mktemp("demo") / "page"
     seen: list[Any] = []
-    results = run_demo(
-        out, plan=Plan.quick(), progress=lambda *step: seen.append(step), command="paceline <demo>"
+    result = write_demo(
+        out,
+        settings=DemoSettings.quick(),
+        progress=lambda *step: seen.append(step),
+        command="paceline <demo>",
     )
-    return results, out, seen
+    return result.to_dict(), out, seen
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def page(demo: tuple[dict[str, Any], Path, list[Any]]) -> Page:
     return Page((demo[1] / "index.html").read_text(encoding="utf-8"))
 
@@ -161,7 +166,7 @@ def test_the_terminal_shows_it_in_80_columns(
     longest = max((entry.label for entry in all_entries()), key=len)
     rows[HEADLINE]["label"] = longest
     rows[HEADLINE]["one_domain"]["perplexity_change"]["mean"] = 0.9444
-    _show(results, Path("paceline-demo"))
+    _show(DemoResult(**results), Path("paceline-demo"))
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
     assert longest in shown
@@ -261,26 +266,49 @@ def test_findings_follow_the_figures(demo: tuple[dict[str, Any], Any, Any]) -> N
     part = row["one_domain"]
     part["perplexity_change"] |= {"mean": 0.01, "standard_error": 0.001}
     part["emulated"]["speedup"] = {"median": 1.3, "min": 1.2, "max": 1.4}
-    told = findings(results)
+    told = findings(DemoResult(**results)).to_dict()
     assert "1.30\u00d7 as fast (emulated) for +1.00% perplexity" in told["headline"]
     assert any("costs +1.00% perplexity" in line for line in told["lines"])
     part["emulated"]["speedup"] = {"median": 1.0, "min": 0.9, "max": 1.1}
     part["perplexity_change"]["standard_error"] = 0.02
-    told = findings(results)
+    told = findings(DemoResult(**results)).to_dict()
     assert "saves the slowest device no expert time" in told["headline"]
     assert any("can't tell from zero" in line for line in told["lines"])
     expanded = next(r for r in results["policies"] if r["key"] == "expanded-1.25")["one_domain"]
+    change = part["perplexity_change"] | {"mean": 0.0001, "standard_error": 0.01}
     expanded["against_counterpart"] = {
-        "perplexity_change": {"mean": 0.0001, "standard_error": 0.01},
+        "perplexity_change": change,
         "speedup": {"median": 0.8, "min": 0.7, "max": 0.9},
     }
-    line = findings(results)["lines"][-1]
+    line = findings(DemoResult(**results)).lines[-1]
     assert "does nothing for quality that this much text can show" in line
     assert "takes the slowest device 25% longer" in line
 
 
-def test_an_impossible_folder_fails_before_the_work(tmp_path: Path) -> None:
+def test_the_verb_says_what_it_found_or_prints_json(
+    demo: tuple[dict[str, Any], Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = demo[0]
+    monkeypatch.setattr("paceline.demo.page.run_demo", lambda *_: DemoResult(**results))
+    arguments = ["demo", "--quick", "--out", str(tmp_path)]
+    shown = CliRunner().invoke(app, arguments).stdout
+    said = " ".join(shown.split())
+    written = results["findings"]
+    labels = (row["label"] for row in results["policies"])
+    for line in (written["headline"], *written["lines"], *labels, "index.html"):
+        assert line in said
+    assert "One-domain batches" in said
+    assert "Mixed batches" in said
+    as_json = CliRunner().invoke(app, [*arguments, "--json"]).stdout
+    assert as_json == (tmp_path / "results.json").read_text(encoding="utf-8")
+
+
+def test_an_impossible_folder_fails_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
-    with pytest.raises(OSError, match="exists"):
-        run_demo(blocked, plan=Plan.quick())
+    monkeypatch.setattr("paceline.demo.page.run_demo", lambda *_: pytest.fail("it ran"))
+    ran = CliRunner().invoke(app, ["demo", "--out", str(blocked)])
+    assert ran.exit_code == 2
+    assert len(ran.stderr.strip().splitlines()) == 1

@@ -283,15 +283,18 @@ def test_plan_with_policies_and_table(tmp_path: Path) -> None:
 
 BAD = {
     "nothing to judge": (["demo"], "give at least one --policy"),
-    "twice": (["demo", "--policy", CAP, "--policy", "gamma=1"], "is given twice"),
+    "twice": (["demo", "--policy", CAP, "--policy", "gamma=1"], "must differ"),
     "no policy": (["demo", "--policy", "capacity_factor=0"], "capacity_factor='0' is not allowed"),
     "never binds": (["demo", "--policy", CAP, "--devices", "1"], "can never bind"),
-    "composition": (["demo", "--policy", CAP, "--compositions", "pairs"], "--compositions pairs"),
+    "composition": (
+        ["demo", "--policy", CAP, "--compositions", "pairs"],
+        "and solo, got pairs",
+    ),
     "one text to mix": (
         ["demo", "--policy", CAP, "--text", "prose", "--compositions", "mixed"],
         "mixed batches need at least two texts",
     ),
-    "suite": (["demo", "--policy", CAP, "--suite", "best"], "--suite best: allowed is paper"),
+    "suite": (["demo", "--policy", CAP, "--suite", "best"], "--suite must be paper, got best"),
     "no text": (["demo", "--policy", CAP, "--text", "/nowhere/a.txt"], "can't be read"),
     "too long": (
         ["demo", "--policy", CAP, "--sequence-length", "513"],
@@ -299,7 +302,7 @@ BAD = {
     ),
     "no stand-ins": (["demo", "--policy", f"{CAP},compensate=true"], "calibration"),
     "no calibration": (["demo", "--policy", CAP, "--calibration", "/nowhere"], "no calibration"),
-    "limit": (["demo", "--policy", CAP, "--limit", "0"], "limit=0 is not allowed"),
+    "limit": (["demo", "--policy", CAP, "--limit", "0"], "--limit must be at least 1, got 0"),
     "no folder": (
         ["demo", "--policy", CAP, "--tasks", "x", "--include-path", "/nowhere"],
         "there is no folder /nowhere",
@@ -346,7 +349,7 @@ def test_tasks_that_can_not_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         load_tasks({"paqi": None})
     with pytest.raises(ValueError, match="near it are openbookqa"):
         load_tasks({"open": None})
-    with pytest.raises(ValueError, match="the data of the task piqa can't be had") as error:
+    with pytest.raises(ValueError, match="the data of the task piqa can't be loaded") as error:
         load_tasks({"piqa": 0})
     assert "\n" not in str(error.value)
     own = tmp_path / "broken.yaml"
@@ -354,7 +357,7 @@ def test_tasks_that_can_not_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ValueError, match="the task broken can't be loaded"):
         load_tasks({"broken": None}, [tmp_path])
     (tmp_path / "both.yaml").write_text("group: both\ntask: [paceline_copy, paceline_passage]\n")
-    with pytest.raises(ValueError, match="the task paceline_copy is named twice"):
+    with pytest.raises(ValueError, match="tasks must differ, got paceline_copy twice"):
         load_tasks({"both": 1, "paceline_copy": None}, [TASK_FOLDER, tmp_path])
     chosen = load_tasks({"both": 1, "paceline_continuation": None}, [TASK_FOLDER, tmp_path], 2)
     assert chosen.shots == {"both": 1, "paceline_continuation": 2}

@@ -76,12 +76,12 @@ def test_change_is_paired_and_averages_the_ratios_of_the_texts() -> None:
     other = Losses({"a": [2.4, 4.4], "b": [3.0, 3.6]}, {"a": [2, 2], "b": [3, 3]})
     result = change(base, other)
     a, b = math.exp(0.2) - 1, math.exp(0.1) - 1
-    assert result.by_source == pytest.approx({"a": a, "b": b})
+    assert result.by_domain == pytest.approx({"a": a, "b": b})
     assert result.mean == pytest.approx((a + b) / 2)
     # Differences a token: a 0.2, 0.2 (no spread), b 0 and 0.2 (standard error 0.1).
     assert result.standard_error == pytest.approx(math.exp(0.1) * 0.1 / 2)
     assert change(base, base).mean == 0
-    with pytest.raises(ValueError, match="other sequences"):
+    with pytest.raises(ValueError, match="same sequences"):
         change(base, Losses({"a": [1.0]}, {"a": [2]}))
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.evaluation.paired import difference
+from paceline.evaluation.samples import difference
 
 FIGURES = st.lists(
     st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(0, 3)), min_size=3, max_size=30
@@ -53,7 +53,7 @@ def test_a_ratio_of_sums_by_the_delta_method(rows: list[tuple[int, int, int]]) -
 
 
 def test_what_does_not_fit_is_said() -> None:
-    with pytest.raises(ValueError, match="1 samples, 2 others"):
+    with pytest.raises(ValueError, match="got 1, 2, 1 and 1"):
         difference([1], [1, 2])
     with pytest.raises(ValueError, match="at least 1"):
         difference([], [])

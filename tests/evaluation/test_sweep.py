@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from paceline.cli.app import app
-from paceline.evaluation.sweep import FACTORS, Axes, frontier
-from paceline.evaluation.sweep_file import read_sweep
+from paceline.evaluation.results import read_sweep
+from paceline.evaluation.run import FACTORS, Axes, frontier
 from paceline.reporting.quality_figures import sweep_figure, sweep_words
 from paceline.reporting.sweep_table import sweep_table
 
@@ -99,7 +99,7 @@ def test_a_report_shows_a_sweep_and_refuses_what_is_none(tmp_path: Path) -> None
     assert 'data-for="sweep"' in text
     whole = (swept / "sweep.json").read_text(encoding="utf-8")
     shown = read_sweep(swept / "sweep.json")
-    assert shown["points"][0]["change"] == json.loads(whole)["points"][0]["change"]
+    assert shown.points[0].change == json.loads(whole)["points"][0]["change"]
     for broken, said in (
         (whole[:-40], "the file: "),
         (whole.replace('"on_frontier": true', '"on_frontier": "maybe"', 1), "on_frontier"),

@@ -257,7 +257,7 @@ def _own_trace() -> list[tuple[str, bytes]]:
 
 
 def _save_small_trace(folder: Path) -> None:
-    narrow = sample("esft_v2lite_law").narrowed([0, 1]).regrouped(16)
+    narrow = sample("esft_v2lite_law").select_layers([0, 1]).regrouped(16)
     save_trace(Trace(narrow.header, tuple(islice(narrow.chunks, 1)), narrow.where), folder)
 
 
@@ -402,11 +402,21 @@ def _planned_json(data: bytes, folder: Path) -> None:
 
 
 def _plan_results() -> list[bytes]:
-    point = {"placement": "placed", "budget": 1.0, "gain": 0.1, "dropped_share": 0.1}
-    half = {"frontier": [point], "trace": "a"}
+    step: dict[str, Any] = {
+        "microseconds": 1.0, "stages": {"experts": 1.0}, "bytes_sent": 1.0,
+        "receive_buffer_bytes": 1.0, "most_active_experts": 1.0, "dropped_share": 0.1,
+        "gate_mass_lost": None, "layers": [1.0], "gain": 0.1,
+    }  # fmt: skip
+    half = {
+        "batches": 1, "ways": {"nothing": step}, "active": [], "perfect_balance_gain": 0.1,
+        "frontier": [{"placement": "placed", "budget": 1.0, **step}],
+    }  # fmt: skip
     result = {
-        "trace": "a", "devices": 8, "decision": "cap", "verdict": ["Cap."], "hardware": "h100",
-        "precision": "bf16", "second_half": half, "other_trace": None, "batch_tokens": None,
+        "trace": "a", "model": None, "notes": [], "devices": 8, "hardware": "h100",
+        "hardware_source": "", "precision": "bf16", "max_mass_loss": 0.01, "min_gain": 0.05,
+        "min_expert_load": 8, "batches": 2, "batch_tokens": None, "layers": ["a"],
+        "second_half": half, "other_trace": None, "budgets": {"placed": None}, "variants": [],
+        "decision": "cap", "verdict": ["Cap."],
     }  # fmt: skip
     return [json.dumps(result)[1:].encode()]
 

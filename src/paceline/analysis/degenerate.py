@@ -1,10 +1,10 @@
-"""Routing that says nothing of real traffic: told apart before anything is promised from it.
+"""Detection of routing that says nothing about real traffic.
 
-Identical rows, weights that nobody trained and routers without a preference all give loads, and
-often very uneven ones. Three signs, each far from what trained models show on text:
+Identical rows, untrained weights and routers without a preference all give loads, and often very
+uneven ones. Three signs, each far from what trained models show on text:
 
-* two tokens of a batch choose the very same experts far more often than in any text (`SameChoice`);
-* a token's gate scores are all but equal (`Flatness`);
+* two tokens of a batch choose the very same experts far more often than in any text;
+* a token's gate scores are all but equal;
 * every normalisation weight is a constant, as a random initialisation leaves it
   (`constant_norms`).
 """
@@ -22,8 +22,8 @@ from paceline.routing import RoutingInputs
 
 FEW_TOKENS = 16  # below, a chance says nothing
 SAME_CHOICE, ONE_CHOICE, SETS = 0.1, 0.5, 4.0
-"""Two tokens of a batch choose alike with at most this chance, plus SETS / number of sets; with one
-expert a token, where a favourite expert is a choice of its own, ONE_CHOICE.
+"""Highest chance that two tokens of a batch choose alike, plus SETS / number of sets; ONE_CHOICE is
+for one expert per token, where a favourite expert is a choice of its own.
 
 Measured: at most 0.013 on nine texts of the demo model and two DeepSeek-V2-Lite traces, 0.022 on
 gpt-oss decode; 0.5 and more where a prompt repeats 11 tokens or fewer, 1 where rows are identical.
@@ -34,11 +34,11 @@ with dummy weights; 0.13 to 0.7 where a random initialisation is left as it is."
 
 
 class LayerEvidence:
-    """What the tokens of one layer chose, added up over batches; see the module.
+    """Choices of the tokens of one layer, added up over batches; see the module.
 
     Args:
         num_experts: of the layer, E.
-        k: experts a token.
+        k: experts per token.
     """
 
     def __init__(self, num_experts: int, k: int) -> None:
@@ -59,7 +59,7 @@ class LayerEvidence:
         rows = len(ids)
         if not rows:
             return
-        choice, count = torch.unique(_names(ids), return_counts=True)
+        choice, count = torch.unique(_hash_sets(ids), return_counts=True)
         self._rows += rows
         self._pairs += rows * (rows - 1)
         self._alike += int((count * (count - 1)).sum())
@@ -78,7 +78,7 @@ class LayerEvidence:
 
     @property
     def identical(self) -> bool:
-        """Whether tokens choose alike more than those of any text do."""
+        """True if tokens choose alike more often than those of any text."""
         sets = math.comb(self.num_experts, self.k)
         enough = self._rows >= FEW_TOKENS and sets > 1
         least = ONE_CHOICE if self.k == 1 else SAME_CHOICE
@@ -86,11 +86,11 @@ class LayerEvidence:
 
     @property
     def flat(self) -> bool:
-        """Whether the router hardly prefers an expert; all alike, it is a rule of the model's."""
+        """True if the router hardly prefers an expert (equal scores are a rule of the model's)."""
         return self._scored >= FEW_TOKENS and 0 < self._spread / self._scored < FLAT
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able figures: of the sets of experts that tokens choose, and of their scores."""
+        """Return JSON-able figures of the sets of experts chosen, and of the scores."""
         return {
             "distinct_choices": len(self._distinct),
             "largest_choice_share": self._largest / self._rows if self._rows else 0.0,
@@ -100,7 +100,7 @@ class LayerEvidence:
 
 
 def constant_norms(model: nn.Module) -> bool:
-    """Whether every normalisation weight of a model is one constant, as no training leaves them.
+    """Return True if every normalisation weight of a model is one constant, so it is untrained.
 
     False where the model has none. A trained model whose normalisation was folded into its other
     weights has such constants too.
@@ -120,7 +120,7 @@ def constant_norms(model: nn.Module) -> bool:
 
 
 def reasons(model: nn.Module, layers: Sequence[LayerEvidence]) -> list[str]:
-    """Why the loads of these layers say nothing, as parts of a sentence; empty: no reason.
+    """List the reasons why the loads of these layers say nothing, as parts of a sentence.
 
     A sign in fewer than half of the layers is no reason.
     """
@@ -146,11 +146,11 @@ def reasons(model: nn.Module, layers: Sequence[LayerEvidence]) -> list[str]:
     return found
 
 
-def _names(ids: Tensor) -> Tensor:
-    """[tokens] int64: a number for each set of experts, alike for rows that differ in order."""
-    name = torch.zeros(ids.shape[:1], dtype=torch.int64, device=ids.device)
+def _hash_sets(ids: Tensor) -> Tensor:
+    """Hash each set of experts, whatever its order, [tokens] int64."""
+    sets = torch.zeros(ids.shape[:1], dtype=torch.int64, device=ids.device)
     for column in ids.sort(1).values.unbind(1):
         # a multiplicative hash that wraps: two of a batch's sets share one with a chance of 2^-40
-        name = (name + column + 1) * 6364136223846793005
-        name = name ^ (name >> 29)
-    return name
+        sets = (sets + column + 1) * 6364136223846793005
+        sets = sets ^ (sets >> 29)
+    return sets

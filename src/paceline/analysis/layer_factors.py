@@ -1,9 +1,9 @@
-"""Which capacity factor each layer should have under one bound on the model's expert time.
+"""Capacity factors of layers under one bound on the model's expert time.
 
-A factor bounds a layer's busiest device, which is what the layer takes, so the weighted mean of the
-factors bounds the model. Losses of layers capped alone are taken to add up. Where each falls with
-its factor at a slowing rate, steps taken in order of what they save, until the bound is used up,
-are the best (Fox, "Discrete optimization via marginal analysis", Management Science 1966).
+A factor bounds a layer's busiest device, and so its time: the weighted mean of the factors bounds
+the model. Losses of layers capped alone are assumed to add up. Where each loss falls with its
+factor at a slowing rate, the best choice takes steps in order of what they save, until the bound is
+used up (Fox, "Discrete optimization via marginal analysis", Management Science 1966).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 STEP = 0.01
-"""Between factors that are considered, at most."""
+"""Distance between the factors that are considered, at most."""
 
 Array: TypeAlias = NDArray[Any]
 
@@ -26,20 +26,20 @@ def share_bound(
     bound: float,
     weights: Sequence[float] | None = None,
 ) -> list[float]:
-    """A factor for each layer, of least loss in all, whose weighted mean is at most the bound.
+    """Choose a factor for each layer, with least total loss and a weighted mean within the bound.
 
-    Between factors that were measured the square root of a loss is taken as linear, as losses are
-    of second order in what is dropped; where a curve isn't convex, its lower convex hull counts.
-    Room that would save nothing is given to all layers alike.
+    Between measured factors the square root of a loss is assumed linear, as losses are of second
+    order in the share that is dropped; where a curve isn't convex, its lower convex hull counts.
+    Room that would save nothing is divided evenly among the layers.
 
     Args:
-        factors: that were measured, ascending, > 0.
-        losses: [layers, factors] what each costs where this layer alone is capped, >= 0.
+        factors: measured factors, ascending, > 0.
+        losses: [layers, factors] loss with this layer alone capped, >= 0.
         bound: on the weighted mean, at least the smallest of the factors.
-        weights: [layers] what a unit of factor costs in each layer, > 0; None: alike.
+        weights: [layers] cost of a unit of factor in each layer, > 0; None: equal.
 
     Returns:
-        [layers] factors, none below the smallest that was measured.
+        [layers] factors, none below the smallest measured one.
 
     Raises:
         ValueError: if an argument is bad.
@@ -66,7 +66,7 @@ def share_bound(
 
 
 def between(measured: Array, curve: Array, at: Array) -> Array:
-    """[points] losses at some factors: the square root is linear between those measured.
+    """Interpolate losses, [points]: the square root is linear between measured factors.
 
     >>> between(np.array([0.5, 1.5]), np.array([4.0, 0.0]), np.array([1.0])).tolist()
     [1.0]
@@ -76,7 +76,7 @@ def between(measured: Array, curve: Array, at: Array) -> Array:
 
 
 def _hull(x: Array, y: Array) -> Array:
-    """[points] the lower convex hull of a curve that never rises, at its own points (Andrew)."""
+    """Compute the lower convex hull of a curve that never rises, at its own points (Andrew)."""
     y = np.minimum.accumulate(y)
     corners: list[int] = []
     for point in range(len(x)):
@@ -93,14 +93,16 @@ def _hull(x: Array, y: Array) -> Array:
 
 def _check(measured: Array, curves: Array, bound: float, heavy: Array) -> None:
     if len(measured) < 2 or not (np.diff(measured) > 0).all() or not measured[0] > 0:
-        raise ValueError("factors is not allowed: it is two or more numbers > 0, ascending.")
+        raise ValueError(
+            f"factors must be at least two ascending numbers > 0, got {measured.tolist()}"
+        )
     if curves.ndim != 2 or curves.shape[1] != len(measured) or not len(curves):
         raise ValueError(
-            f"losses has shape {list(curves.shape)}: allowed is [layers, {len(measured)}]."
+            f"losses must be [layers, {len(measured)}], got shape {list(curves.shape)}"
         )
     if not np.isfinite(curves).all() or (curves < 0).any():
-        raise ValueError("losses is not allowed: it is finite numbers >= 0.")
+        raise ValueError("losses must be finite numbers >= 0")
     if heavy.shape != (len(curves),) or not (np.isfinite(heavy) & (heavy > 0)).all():
-        raise ValueError("weights is not allowed: it is a finite number > 0 for each layer.")
+        raise ValueError("weights must be a finite number > 0 for each layer")
     if not (np.isfinite(bound) and bound >= measured[0]):
-        raise ValueError(f"bound={bound} is not allowed: it is at least {measured[0]:g}.")
+        raise ValueError(f"bound must be at least {measured[0]:g}, got {bound}")

@@ -1,4 +1,4 @@
-"""Measure the expert loads of a model on texts, with or without a policy."""
+"""Expert loads of a model on texts, with or without a policy."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def observe_loads(
     sampling: Sampling | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Run the texts and report every layer's loads, as JSON-able values.
+    """Run the texts and measure every layer's loads, as JSON-able values.
 
     Args:
         model: a Mixture-of-Experts model in evaluation mode; it is restored afterwards.
         tokenizer: its tokenizer.
         texts: name -> text.
         devices: devices that share the experts in order, where no placement is given.
-        placement: expert -> device, one for all layers or one a layer, as `attach` takes it.
-        policy: one for all layers or one a layer; None only observes.
+        placement: expert -> device, one for all layers or one per layer, as `attach` takes it.
+        policy: one for all layers or one per layer; None only observes.
         plan: policies and placements from a file, where `policy` or `placement` is None.
         sampling: which tokens to run.
-        progress: told after every batch.
+        progress: called after every batch.
 
     Raises:
         ValueError: if the model has no MoE layer, fewer experts than devices, or a text is empty.
@@ -60,19 +60,19 @@ def observe_loads(
         check_length(model, sampling.sequence_length)
         evidence: dict[str, LayerEvidence] = {}
 
-        def look(name: str, inputs: RoutingInputs, assignment: Assignment) -> None:
+        def add_evidence(name: str, inputs: RoutingInputs, assignment: Assignment) -> None:
             layer = LayerEvidence(assignment.num_experts, inputs.topk_ids.shape[1])
             evidence.setdefault(name, layer).add(inputs)
 
-        pace.watch(look, Facts(scores=True, all_scores=True))
+        pace.watch(add_evidence, Facts(scores=True, all_scores=True))
         for done, batch in enumerate(batches, start=1):
             _run(model, batch)
             if progress is not None:
                 progress(done, len(batches), f"{batch.ids.numel()} tokens")
         policies, layers = pace.policies, pace.stats().to_dict()["layers"]
         placements = [
-            given or ExpertPlacement.per_expert(len(layer["expert_loads_before"]))
-            for given, layer in zip(pace.placements, layers, strict=True)
+            own or ExpertPlacement.per_expert(len(layer["expert_loads_before"]))
+            for own, layer in zip(pace.placements, layers, strict=True)
         ]
     described = [
         describe_layer(layer, where)
@@ -100,7 +100,7 @@ def observe_loads(
 
 
 def describe_layer(layer: Mapping[str, Any], placement: ExpertPlacement) -> dict[str, Any]:
-    """A layer's statistics with its placement and its busiest units (by summed load)."""
+    """Add its placement and its busiest units (by summed load) to a layer's statistics."""
     return {
         **layer,
         "experts": placement.num_experts,
@@ -113,7 +113,7 @@ def describe_layer(layer: Mapping[str, Any], placement: ExpertPlacement) -> dict
 
 
 def _shown(policies: Sequence[CapacityPolicy]) -> str:
-    """The policy in its short form; where layers differ, each once, in their order."""
+    """Write the policy in its short form; where layers differ, each once, in their order."""
     return "; ".join(dict.fromkeys(str(policy) or "no cap" for policy in policies))
 
 
@@ -123,23 +123,23 @@ def _mode(policies: Sequence[CapacityPolicy]) -> str:
 
 
 def _threshold(layers: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """From which mean of tokens an expert on the caps apply, and what a batch here gives.
+    """Compare the tokens per expert from which on caps apply with those of a batch here.
 
     Of the layer that comes nearest to being capped; None where no policy caps.
     """
     capping = [layer for layer in layers if layer["min_expert_load"] is not None]
-    given = [
+    here = [
         layer["assignments"] / len(layer["expert_loads_before"]) / max(1, layer["forwards"])
         for layer in capping
     ]
     return {
         "min_expert_load": min((layer["min_expert_load"] for layer in capping), default=None),
-        "tokens_an_expert": max(given, default=None),
+        "tokens_an_expert": max(here, default=None),
     }
 
 
 def overall(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Figures over all layers, which run one after the other (weighted by assignments)."""
+    """Combine the figures of all layers, which run one after the other."""
     weights = [layer["assignments"] for layer in layers]
     result: dict[str, Any] = {}
     for when in ("before", "after"):

@@ -53,14 +53,8 @@ def time_layer(
 ) -> dict[str, LayerTimings]:
     """Time the layer on all ranks; every rank must call it alike, and all get the same result.
 
-    Args:
-        workload: this rank's tokens (with `shares_batch`, the same on all ranks).
-        experts: this rank's experts, on local ids.
-        placement: expert -> rank.
-        policies: label -> policy; None is no cap.
-        rounds: each runs every policy once, and the untouched layer.
-        shares_batch: True if all ranks hold the same tokens.
-        progress: called after each policy of each round.
+    `workload` are this rank's tokens (with `shares_batch`, the same on all ranks), `experts` this
+    rank's, on local ids. Where Transformers can run the layer, its own exchange is timed too.
     """
     group = RankGroup()
     parallel = ExpertParallel(experts.forward, placement, group, shares_batch)

@@ -113,15 +113,10 @@ def emulate_layer(
     rounds: int,
     progress: Callable[[], None] = lambda: None,
 ) -> dict[str, LayerTimings]:
-    """Time the layer with every device of `placement` played in turn.
+    """Time the layer under each policy with every device of `placement` played in turn.
 
-    Args:
-        workloads: the tokens of each device, or one for all devices.
-        experts: all experts, on global ids.
-        placement: expert -> device.
-        policies: label -> policy; None is no cap.
-        rounds: each runs every policy once.
-        progress: called after each policy of each round.
+    `workloads` are the tokens of each device, or one for all devices; `experts` are all experts, on
+    global ids. `progress` is called after each policy of each round.
 
     Raises:
         ValueError: if no token has an expert, or a policy needs what the workload doesn't know.
@@ -193,7 +188,7 @@ def _first_device(
     return [b - a for a, b in pairwise(marks)] + [slowest, combine]
 
 
-def summary(results: Mapping[str, LayerTimings]) -> list[LayerRow]:
+def compare_layers(results: Mapping[str, LayerTimings]) -> list[LayerRow]:
     """Compare every policy with the first one, which has no cap."""
     base = next(iter(results.values()))
     whole = spread(base.total)["median"]

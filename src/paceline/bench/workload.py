@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -278,8 +278,19 @@ def _recorded(path: Path, shape: Shape, layer: int) -> RoutingInputs:
             f"trace {path} has {own.experts} experts and k={own.k}: shape {shape.name} has "
             f"{shape.experts} and k={shape.k}."
         )
-    narrow = trace.narrowed([layer])
+    narrow = trace.select_layers([layer])
     whole = joined(list(narrow.chunks))
     if whole.weights is None:
         raise ValueError(f"trace {path} holds no weights, which the experts' outputs need.")
     return whole.inputs_of_rows(narrow.header, 0, 0, whole.tokens)
+
+
+def token_rows(tokenizer: Any, texts: Iterable[str], tokens: int, length: int = 256) -> Tensor:
+    """Return at least `tokens` token ids of texts in rows, repeated where the texts are too short.
+
+    Returns:
+        [sequences, length] int64.
+    """
+    ids = [i for text in texts for i in tokenizer(text)["input_ids"]]
+    count = -(-tokens // length) * length
+    return torch.tensor((ids * -(-count // max(1, len(ids))))[:count]).view(-1, length)

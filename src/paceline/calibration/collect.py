@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.batches import Batch, Sampling, check_length, make_batches
+from paceline.batches import Batch, Sampling, check_length, make_batches, run_batch
 from paceline.calibration.drops import CAPS
 from paceline.calibration.layer_fit import FOLDS, TIMES, fit_layer
 from paceline.calibration.rows import Rows, Seen
@@ -111,7 +111,7 @@ def calibrate(
             with _watching(pace, names, memory // len(text_of_row)) as seen:
                 for number, batch in enumerate(batches, start=1):
                     tell(f"batch {number} of {len(batches)}")
-                    _run(model, batch)
+                    run_batch(model, batch)
             for index in missing:
                 layer = identity[index]
                 if layer.name not in seen:
@@ -169,12 +169,6 @@ def _parts(batches: Sequence[Batch], texts: list[str]) -> tuple[Tensor, Tensor]:
     if len(texts) > 1:
         return text, text % FOLDS
     return text, torch.arange(len(text)) * FOLDS // len(text)
-
-
-def _run(model: Any, batch: Batch) -> None:
-    with torch.no_grad():
-        given = {"input_ids": batch.ids, **batch.given}
-        model(**{name: value.to(model.device) for name, value in given.items()}, use_cache=False)
 
 
 @contextmanager

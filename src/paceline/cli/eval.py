@@ -21,7 +21,8 @@ from paceline.cli.sources import load, plan_from_options, read_texts, with_devic
 from paceline.shipped import DEMO
 
 if TYPE_CHECKING:
-    from paceline.evaluation.sweep import Axes
+    from paceline.evaluation.results import EvalResult, SweepResult
+    from paceline.evaluation.run import Axes
     from paceline.evaluation.tasks import Chosen
     from paceline.plan import Plan
 
@@ -125,10 +126,9 @@ def evaluate(
     policies = [] if grid else _policies(policy or [], places, suite)
 
     from paceline.batches import Sampling
-    from paceline.evaluation.run import Job
+    from paceline.evaluation.run import Job, sweep
     from paceline.evaluation.run import evaluate as judge
     from paceline.evaluation.subject import Subject
-    from paceline.evaluation.sweep import sweep
     from paceline.stand_ins.file import Calibration
 
     sampling = Sampling(tokens, batch_size, sequence_length)
@@ -140,7 +140,7 @@ def evaluate(
         out.mkdir(parents=True, exist_ok=True)
     with progress() as tell:
         if axes is not None:
-            result = sweep(
+            result: EvalResult | SweepResult = sweep(
                 network, tokenizer, texts, axes=[axes], plan=places, calibration=fitted,
                 sampling=sampling, composition=ways[0], out=out, progress=tell,
             )  # fmt: skip
@@ -148,8 +148,8 @@ def evaluate(
             subject = Subject.of(network, tokenizer, policies, places, fitted)
             job = Job(texts, sampling, ways, loaded, limit, batch_size)
             result = judge(subject, job, out=out, progress=tell)
-    result |= {"model": model, "command": command_line()}
-    shown = _write_grid(result, out) if grid else _write(result, out)
+    result.model, result.command = model, command_line()
+    shown = _write(result, out)
     emit(result, json, lambda _: typer.echo(shown, nl=False))
 
 
@@ -217,7 +217,7 @@ def _axes(
     Raises:
         ValueError: if a value is not allowed.
     """
-    from paceline.evaluation.sweep import FACTORS, Axes
+    from paceline.evaluation.run import FACTORS, Axes
 
     axes = Axes(
         factors=FACTORS if factors is None else tuple(map(_factor, _parts("factors", factors))),
@@ -267,29 +267,24 @@ def _load_tasks(
 # -- results ---------------------------------------------------------------------------------------
 
 
-def _write(result: dict[str, Any], out: Path | None) -> str:
+def _write(result: EvalResult | SweepResult, out: Path | None) -> str:
     """Write results into a folder, and return them as Markdown."""
+    from paceline.evaluation.results import EvalResult
     from paceline.evaluation.tables import markdown
-    from paceline.files import to_json, write_text
-
-    shown = markdown(result)
-    if out is not None:
-        write_text(out / "eval.json", to_json(result), private=True)
-        write_text(out / "eval.md", shown, private=True)
-    if found := result["batches"]["found"]:
-        typer.echo(f"{found} batches had been computed before", err=True)
-    return shown
-
-
-def _write_grid(result: dict[str, Any], out: Path | None) -> str:
-    """Write a grid's results and page into a folder, and return them as Markdown."""
-    from paceline.files import to_json, write_text
+    from paceline.files import write_text
     from paceline.reporting.pages import sweep_page
     from paceline.reporting.sweep_table import sweep_table
 
-    shown = sweep_table(result)
+    if isinstance(result, EvalResult):
+        name, shown, page = "eval", markdown(result), None
+        if found := result.batches.found:
+            typer.echo(f"{found} batches had been computed before", err=True)
+    else:
+        swept = result.to_dict()
+        name, shown, page = "sweep", sweep_table(swept), sweep_page(swept)
     if out is not None:
-        write_text(out / "sweep.json", to_json(result), private=True)
-        write_text(out / "sweep.md", shown, private=True)
-        write_text(out / "sweep.html", sweep_page(result), private=True)
+        write_text(out / f"{name}.json", result.to_json(), private=True)
+        write_text(out / f"{name}.md", shown, private=True)
+        if page is not None:
+            write_text(out / f"{name}.html", page, private=True)
     return shown

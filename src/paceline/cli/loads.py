@@ -195,14 +195,14 @@ def _observed(
     texts = read_texts(text, model)
 
     from paceline.analysis.observe import observe_loads
-    from paceline.analysis.verdict import verdict
+    from paceline.analysis.verdict import model_verdict
 
     network, tokenizer = load(model, dtype, trust_remote_code)
     with progress() as tell:
         result = observe_loads(
             network, tokenizer, texts, plan=plan, sampling=sampling, progress=tell
         )
-    return result | {"model": model, "verdict": verdict(result), **run_facts()}
+    return result | {"model": model, "verdict": model_verdict(result), **run_facts()}
 
 
 def _show(result: Mapping[str, Any]) -> None:

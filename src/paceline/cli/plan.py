@@ -24,7 +24,7 @@ from paceline.cli.sources import DEVICES, read_trace
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from paceline.analysis.placing import Wanted
+    from paceline.analysis.placing import PlacementSpec
     from paceline.analysis.plan_goal import Goal
     from paceline.traces import Trace
 
@@ -98,7 +98,7 @@ def plan(
       paceline plan trace --place-only --replicas 8 --model-config model --maps maps
     """
     from paceline.analysis.hardware import BYTES
-    from paceline.analysis.placing import Wanted
+    from paceline.analysis.placing import PlacementSpec
     from paceline.model_config import read_model_config
 
     check_at_least(1, devices=devices)
@@ -109,7 +109,7 @@ def plan(
         config = read_model_config(model_config)
         groups = config.expert_groups if groups is None else groups
         layers = layers or config.hidden_layers
-    places = Wanted(
+    spec = PlacementSpec(
         DEVICES if devices is None else devices, replicas, 1 if groups is None else groups, nodes
     )
     goal = None
@@ -120,7 +120,7 @@ def plan(
                 "placement alone."
             )
         shares = _share("--max-mass-loss", max_mass_loss), _share("--min-gain", min_gain)
-        goal = goal_of(model_config, hardware, places, precision, link, pool, *shares)
+        goal = goal_of(model_config, hardware, spec, precision, link, pool, *shares)
 
     def read(name: str) -> Trace:
         return read_trace(
@@ -130,7 +130,7 @@ def plan(
 
     source, other = read(trace), None if judge is None else read(judge)
     if goal is None:
-        result = _place(source, places, other, batch_tokens, out, maps, layers,
+        result = _place(source, spec, other, batch_tokens, out, maps, layers,
                         model_config, precision)  # fmt: skip
     else:
         result = _decide(source, goal, other, batch_tokens, out, maps, layers)
@@ -140,17 +140,17 @@ def plan(
 def goal_of(
     config: Path,
     hardware: str | None,
-    places: Wanted,
+    spec: PlacementSpec,
     precision: str | None = None,
     link: float | None = None,
     pool: str = "batch",
     max_mass_loss: float = 0.01,
     min_gain: float = 0.05,
 ) -> Goal:
-    """Return what a plan is to reach, from options.
+    """Return the goal of a plan, from options.
 
     Raises:
-        ValueError: if the config, the hardware or a number is none that can be used.
+        ValueError: if the config, the hardware or a number can't be used.
     """
     from paceline.analysis.cost import layer_shape
     from paceline.analysis.hardware import hardware_of, linked
@@ -160,7 +160,7 @@ def goal_of(
         raise ValueError(f"--link must be above 0, got {link}.")
     device = linked(hardware_of(hardware or "h100"), None if link is None else link * 1e9, None)
     shape = layer_shape(config, precision or device.precision or None)
-    return Goal(places, shape, device, max_mass_loss, min_gain, pool)
+    return Goal(spec, shape, device, max_mass_loss, min_gain, pool)
 
 
 def _share(name: str, text: str) -> float:
@@ -186,16 +186,16 @@ def _decide(
     maps: Path | None,
     hidden_layers: int | None,
 ) -> dict[str, Any]:
-    from paceline.analysis.expert_map import ExpertMap
-    from paceline.analysis.expert_map_files import write_maps
+    from paceline.analysis.expert_map import ExpertMap, write_maps
     from paceline.analysis.planner import make_plan
     from paceline.placement import ExpertPlacement
 
     with progress() as tell:
-        found, result = make_plan(trace, goal, judge, batch_tokens, tell)
+        found, made = make_plan(trace, goal, judge, batch_tokens, tell)
     if out is not None:
         found.save(out)
-    result["plan"] = None if out is None else str(out)
+        made.plan = str(out)
+    result = made.to_dict()
     if maps is not None:
         placed = []
         for index, layer in enumerate(trace.header.layers):
@@ -303,7 +303,7 @@ _NAMES = {
 
 def _place(
     trace: Trace,
-    places: Wanted,
+    spec: PlacementSpec,
     judge: Trace | None,
     batch_tokens: int | None,
     out: Path | None,
@@ -313,15 +313,14 @@ def _place(
     precision: str | None,
 ) -> dict[str, Any]:
     from paceline.analysis.cost import layer_shape
-    from paceline.analysis.expert_map_files import write_maps
+    from paceline.analysis.expert_map import write_maps
     from paceline.analysis.hardware import BYTES
-    from paceline.analysis.placing import place
-    from paceline.analysis.plan_judge import layer_plan
+    from paceline.analysis.placing import layer_plan, place
 
     with progress() as tell:
-        found, result = place(trace, places, judge, batch_tokens, tell)
-    result["replica_gb_a_device"] = None
-    if places.replicas and config is not None:
+        found, placed = place(trace, spec, judge, batch_tokens, tell)
+    result = placed.to_dict() | {"replica_gb_a_device": None}
+    if spec.replicas and config is not None:
         from paceline.analysis.expert_map import replica_bytes
 
         shape = layer_shape(config, precision)

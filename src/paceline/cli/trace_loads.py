@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from paceline.cli.output import (
 from paceline.cli.sources import DEVICES, placements_of, read_trace
 
 if TYPE_CHECKING:
+    from paceline.analysis.results import PlanResult
     from paceline.plan import Plan
     from paceline.traces import Trace
 
@@ -39,7 +39,7 @@ def without_rows(trace: Trace, rows: str | None) -> Trace:
         return trace
     if rows not in ("commonest", "repeats"):
         raise ValueError(f"--without must be commonest or repeats, got {rows}.")
-    from paceline.traces.rows import repeats, without
+    from paceline.traces.trace import repeats, without
 
     chosen: Any = rows
     return without(trace, chosen, repeats(trace))
@@ -73,9 +73,9 @@ def balance(trace: Trace, plan: Plan, batch_tokens: int | None, as_json: bool) -
         if placed is not None:
             placements.append(placed)
     with progress() as tell:
-        result = trace_loads(trace, placements, batch_tokens, tell)
-    result |= {"verdict": trace_verdict(result), "command": command_line()}
-    emit(result, as_json, _show_balance)
+        found = trace_loads(trace, placements, batch_tokens, tell)
+    more = {"verdict": trace_verdict(found), "command": command_line()}
+    emit(found.to_dict() | more, as_json, _show_balance)
 
 
 def _show_balance(result: Mapping[str, Any]) -> None:
@@ -176,9 +176,9 @@ def compare(
     if batch_tokens is not None:
         trace = trace.regrouped(batch_tokens)
     with progress() as tell:
-        result = simulate(trace, plans, progress=tell)
-    result |= {"batch_tokens": batch_tokens, "without": without}
-    emit(result, as_json, _show_comparison)
+        found = simulate(trace, plans, progress=tell)
+    more = {"batch_tokens": batch_tokens, "without": without}
+    emit(found.to_dict() | more, as_json, _show_comparison)
 
 
 def _show_comparison(result: Mapping[str, Any]) -> None:
@@ -222,7 +222,7 @@ def _show_comparison(result: Mapping[str, Any]) -> None:
 
 def study(
     source: str,
-    planned: dict[str, Any] | None,
+    planned: PlanResult | None,
     facts: Mapping[str, Any],
     judge: str | None,
     without: str | None,
@@ -241,7 +241,7 @@ def study(
 
     Args:
         source: a trace, or the JSON of `paceline plan`.
-        planned: what that JSON says, where the source is one.
+        planned: the content of that JSON, where the source is one.
         facts: of traces, what their files don't say.
         judge: another trace, to judge on.
         without: rows to leave out of the source.
@@ -259,10 +259,10 @@ def study(
         ValueError: if options contradict each other or don't fit the trace.
     """
     from paceline.analysis.cap_study import cap_study
-    from paceline.analysis.placing import Wanted
+    from paceline.analysis.placing import PlacementSpec
     from paceline.analysis.planner import make_plan
     from paceline.cli.plan import goal_of
-    from paceline.evaluation.sweep_file import read_sweep
+    from paceline.evaluation.results import read_sweep
     from paceline.model_config import read_model_config
 
     config: Path | None = facts["model_config"]
@@ -270,52 +270,52 @@ def study(
         raise ValueError("--hardware needs --model-config: a decision needs the model's sizes.")
     check_writable(figures if figures is None or not figures.is_dir() else None)
     if planned is not None:
-        if devices not in (None, planned["devices"]) or hardware is not None:
+        if devices not in (None, planned.devices) or hardware is not None:
             raise ValueError(f"{source} says devices and hardware already: leave them out.")
-        source, devices = planned["trace"], planned["devices"]
-        batch_tokens = planned["batch_tokens"] if batch_tokens is None else batch_tokens
-        if judge is None and planned["other_trace"] is not None:
-            judge = planned["other_trace"]["trace"]
+        source, devices = planned.trace, planned.devices
+        batch_tokens = planned.batch_tokens if batch_tokens is None else batch_tokens
+        if judge is None and planned.other_trace is not None:
+            judge = planned.other_trace.trace
     elif plan is not None and plan.placements and devices is not None:
         raise ValueError("--devices and the plan both place the experts: give one of them.")
-    swept = None if sweep is None else read_sweep(sweep)
+    swept = None if sweep is None else read_sweep(sweep).to_dict()
     trace = without_rows(read_trace(source, **facts), without)
     other = None if judge is None else read_trace(judge, **facts)
     with progress() as tell:
-        result = cap_study(trace, devices or DEVICES, batch_tokens, plan, tell, other)
+        found = cap_study(trace, devices or DEVICES, batch_tokens, plan, tell, other)
         if hardware is not None and config is not None:
-            places = Wanted(result["devices"], groups=read_model_config(config).expert_groups)
-            goal = goal_of(config, hardware, places)
+            spec = PlacementSpec(found.devices, groups=read_model_config(config).expert_groups)
+            goal = goal_of(config, hardware, spec)
             made, planned = make_plan(trace, goal, other, batch_tokens, tell)
             plan = made if plan is None else plan
-    result |= {
-        "planned": planned,
+    more = {
+        "planned": planned and planned.to_dict(),
         "sweep": swept,
         "plan_text": None if plan is None else plan.to_toml(),
-        **_linked(plan_file or (planned or {}).get("plan"), html),
+        **_linked(plan_file or (planned and planned.plan), html),
         **run_facts(),
     }
     written = []
     if html is not None:
         from paceline.reporting.pages import report_page, write_page
 
-        write_page(report_page(result), html)
+        write_page(report_page(found, planned, more), html)
         written.append(html)
     if figures is not None:
         from paceline.reporting.trace_figures import write_figures
 
-        written += write_figures(result, figures)
-    lines = [*result["verdict"], *(planned["verdict"] if planned else [])]
-    emit(result, as_json, lambda _: print_lines(lines, written))
+        written += write_figures(found, figures, planned=planned)
+    lines = [*found.verdict, *(planned.verdict if planned else [])]
+    emit(found.to_dict() | more, as_json, lambda _: print_lines(lines, written))
 
 
-def read_planned(source: str) -> dict[str, Any] | None:
-    """Read what `paceline plan --json` printed; None if the source is something else.
+def read_planned(source: str) -> PlanResult | None:
+    """Read the JSON of `paceline plan --json`; None if the source is something else.
 
     Raises:
         ValueError: if the file is cut off, or is a plan file, which names no trace.
     """
-    from paceline.analysis.planner import SCHEMA
+    from paceline.analysis.planner import SCHEMA, read_plan_result
 
     path = Path(source)
     if path.suffix == ".toml" and path.is_file():
@@ -328,47 +328,7 @@ def read_planned(source: str) -> dict[str, Any] | None:
     with path.open("rb") as file:
         if f'"schema": "{SCHEMA}"'.encode() not in file.read(4096):
             return None
-    try:
-        found = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        raise ValueError(f"{source} is a plan's JSON that is cut off or broken.") from None
-    _check(source, found)
-    result: dict[str, Any] = found
-    return result
-
-
-def _check(source: str, found: Mapping[str, Any]) -> None:
-    """Check that a plan's JSON has what the page shows."""
-    kinds: dict[str, Any] = {
-        "trace": str, "devices": int, "decision": str, "verdict": list, "hardware": str,
-        "precision": str, "second_half": dict, "other_trace": dict | None,
-        "batch_tokens": int | None,
-    }  # fmt: skip
-    for name, kind in kinds.items():
-        if name not in found or not isinstance(found[name], kind):
-            raise ValueError(f"{source} has no proper {name}: write it with paceline plan --json.")
-    if not found["verdict"] or not all(isinstance(line, str) for line in found["verdict"]):
-        raise ValueError(f"{source} has no proper verdict: write it with paceline plan --json.")
-    for part in (found["second_half"], found["other_trace"]):
-        if part is None:
-            continue
-        points = part.get("frontier")
-        proper = isinstance(points, list) and all(map(_is_point, points))
-        if not proper or not isinstance(part.get("trace", ""), str):
-            raise ValueError(
-                f"{source} has no proper frontier: write it with paceline plan --json."
-            )
-
-
-def _is_point(point: Any) -> bool:
-    """Return True for a point of a planner's frontier."""
-    if not isinstance(point, dict) or point.get("placement") not in ("in_order", "placed"):
-        return False
-    mass = point.get("gate_mass_lost", "none")
-    numbers = [point.get(name) for name in ("budget", "gain", "dropped_share")]
-    return all(isinstance(n, float | int) for n in numbers) and (
-        mass is None or isinstance(mass, float | int)
-    )
+    return read_plan_result(path.read_bytes(), source)
 
 
 def _linked(plan: Any, page: Path | None) -> dict[str, str | None]:

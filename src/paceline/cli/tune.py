@@ -190,10 +190,10 @@ def _placed(found: Calibration, trace: str | None, devices: int | None) -> Plan:
     plan = found.plan(".")
     if trace is None or devices is None:
         return with_devices(plan)
-    from paceline.analysis.placing import Wanted, place
+    from paceline.analysis.placing import PlacementSpec, place
     from paceline.traces import open_trace
 
-    maps, _ = place(open_trace(trace), Wanted(devices))
+    maps, _ = place(open_trace(trace), PlacementSpec(devices))
     experts = [len(layer.experts) for layer in found.layers]
     if [layer.num_experts for layer in maps] != experts:
         raise ValueError(

@@ -26,7 +26,7 @@ def recorded(model: Any, given: dict[str, Any], folder: Path) -> tuple[Any, list
         with attach(model) as pace, Recorder(pace, folder / content, content):
             output(model, given)
             stats = pace.stats().layers
-        loads.append(trace_loads(open_trace(folder / content), 2))
+        loads.append(trace_loads(open_trace(folder / content), 2).to_dict())
     return stats, loads
 
 
@@ -79,7 +79,7 @@ def test_layers_that_see_other_rows(monkeypatch: Any, tmp_path: Path) -> None:
         valid = chunk.fact("valid", index)
         codes = set(chunk.fact("modality", index)[valid].tolist())
         assert codes == ({1} if layer["name"].endswith("vision_moe") else {0})
-    result = simulate(open_trace(tmp_path / "choices"), {"it": Plan(placements=(2,))})
+    result = simulate(open_trace(tmp_path / "choices"), {"it": Plan(placements=(2,))}).to_dict()
     for got, said in zip(result["plans"]["it"]["layers"], stats, strict=True):
         assert got["expert_loads_after"] == said.expert_loads_before
 

@@ -12,8 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import ExpertPlacement
-from paceline.analysis.expert_map import ExpertMap, peak_to_mean, replica_bytes
-from paceline.analysis.expert_map_files import FORMS, layer_numbers, write_form
+from paceline.analysis.expert_map import (
+    FORMS,
+    ExpertMap,
+    layer_numbers,
+    replica_bytes,
+    write_form,
+)
 
 SAMPLES = Path(__file__).resolve().parents[1] / "traces" / "samples"
 ALONE = ExpertMap((2, 0, 3, 1), num_experts=4, num_devices=2)
@@ -37,7 +42,7 @@ def test_a_placement_survives_as_slots(experts: int, data: st.DataObject) -> Non
 def test_replicas_share_the_load() -> None:
     assert COPIED.device_loads([[10, 30, 5, 1]]).tolist() == [[11, 20, 15]]
     assert COPIED.replicas == 2
-    with pytest.raises(ValueError, match="no single device"):
+    with pytest.raises(ValueError, match="one device per expert"):
         _ = COPIED.placement
 
 
@@ -48,19 +53,14 @@ def test_replica_bytes_are_those_of_the_device_that_pays_most() -> None:
     assert replica_bytes([], 100, 10, 2) == 0
 
 
-def test_peak_to_mean_weighs_batches_by_their_rows() -> None:
-    assert peak_to_mean(np.array([[30.0, 10], [1, 3]])) == pytest.approx(33 / 22)
-    assert peak_to_mean(np.zeros((2, 3))) == 1.0
-
-
 def test_uneven_placements_can_not_be_ordered() -> None:
-    with pytest.raises(ValueError, match="can't be had by ordering"):
+    with pytest.raises(ValueError, match="experts per device must be"):
         ExpertMap.of_placement(ExpertPlacement.explicit([0, 0, 0, 1]))
 
 
 @pytest.mark.parametrize("slots", [(0, 1), (0, 1, 3), (0, 1, 2, -1)])
 def test_every_expert_has_a_slot(slots: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"slots=.* is not allowed"):
+    with pytest.raises(ValueError, match="slots must name each"):
         ExpertMap(slots, num_experts=3, num_devices=2)
 
 
@@ -108,18 +108,18 @@ def test_forms_are_those_of_the_engines_files() -> None:
 
 
 def test_forms_refuse_what_they_can_not_say() -> None:
-    with pytest.raises(ValueError, match="form='x'"):
+    with pytest.raises(ValueError, match=r"form must be one of .*, got 'x'"):
         write_form("x", {0: ALONE}, 1)
-    with pytest.raises(ValueError, match="alike in all layers"):
+    with pytest.raises(ValueError, match="same number of slots"):
         write_form("sglang", {0: ALONE, 1: COPIED}, 2)
-    with pytest.raises(ValueError, match="hidden_layers=1"):
+    with pytest.raises(ValueError, match="hidden_layers must be above 1"):
         write_form("sglang", {1: ALONE}, 1)
 
 
 def test_layer_numbers() -> None:
     assert layer_numbers(["layer 13", "model.layers.2.mlp.experts4"]) == [13, 2]
     assert layer_numbers(["llama4.layers.7.feed_forward"]) == [7]
-    with pytest.raises(ValueError, match="has no number"):
+    with pytest.raises(ValueError, match="must have its number"):
         layer_numbers(["mlp"])
-    with pytest.raises(ValueError, match="don't differ"):
+    with pytest.raises(ValueError, match="must differ"):
         layer_numbers(["layers.1.text_moe", "layers.1.vision_moe"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.analysis.verdict import verdict
+from paceline.analysis.verdict import model_verdict as verdict
 
 CAP = {"policy": "capacity_factor=1.25", "mode": "enforce"}
 
@@ -54,8 +54,8 @@ def test_a_cap_that_never_applied_says_from_where_it_would() -> None:
     idle = _result(1.5, 1.5, **CAP)
     idle["overall"]["capped_forwards"] = 0
     line = verdict(idle)[1]
-    assert "from a mean of 8 tokens an expert on (min_expert_load)" in line
-    assert "a batch here gives 3.25" in line
+    assert "from a mean of 8 tokens per expert (min_expert_load)" in line
+    assert "a batch here has 3.25" in line
     assert "no capacity_factor" in verdict(idle | {"min_expert_load": None})[1]
 
 
@@ -64,15 +64,15 @@ def test_what_max_active_does_is_said_in_experts_read() -> None:
     narrow["overall"]["narrowed_forwards"] = 5
     line = verdict(narrow)[1]
     assert "drops 3.1% of the assignments" in line
-    assert "reads 2.00 instead of 3.50 a forward" in line
+    assert "reads 2.00 instead of 3.50 per forward" in line
     assert "all their routed experts: 3." in line
     assert "would read 2.00" in verdict(narrow | {"mode": "shadow"})[1]
     narrow["overall"] |= {"capped_forwards": 0, "narrowed_forwards": 0}
-    assert "max_active rules below a mean of 8 tokens" in verdict(narrow)[1]
+    assert "max_active applies below a mean of 8 tokens" in verdict(narrow)[1]
 
 
 def test_routing_that_says_nothing_comes_first_and_nothing_is_promised() -> None:
     lines = verdict(_result(6.43, 1.25, degenerate=["one reason", "another"], **CAP))
-    assert lines[0] == "These loads say nothing of real traffic: one reason; another."
+    assert lines[0] == "These loads say nothing about real traffic: one reason; another."
     assert "drops 3.1% of the assignments here" in lines[2]
     assert not any("as fast" in line or "waits" in line for line in lines)

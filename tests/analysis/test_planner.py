@@ -20,11 +20,11 @@ from paceline import CapacityPolicy, RoutingInputs, route
 from paceline.analysis.cost import LayerShape, layer_cost
 from paceline.analysis.expert_map import ExpertMap
 from paceline.analysis.hardware import PRESETS, Hardware
-from paceline.analysis.placing import Wanted
-from paceline.analysis.plan_cost import physical, plan_costs
-from paceline.analysis.plan_goal import Goal
-from paceline.analysis.plan_options import options
+from paceline.analysis.placing import PlacementSpec
+from paceline.analysis.plan_goal import Goal, options
+from paceline.analysis.plan_judge import plan_costs
 from paceline.analysis.planner import allot, make_plan
+from paceline.analysis.traffic import with_replicas
 from paceline.cli.app import app
 from paceline.plan import Plan
 from paceline.traces import Trace, sample
@@ -78,7 +78,7 @@ def moody(rng: np.random.Generator, batch: int) -> np.ndarray:
 
 
 def goal(hardware: Hardware = COMPUTES, **changes: Any) -> Goal:
-    return Goal(Wanted(4), SHAPE, hardware, **changes)
+    return Goal(PlacementSpec(4), SHAPE, hardware, **changes)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_decisions(
     decision: str,
 ) -> None:
     plan, said = make_plan(made(draw), goal(hardware, **changes))
-    assert said["decision"] in (decision, "place and cap" if decision == "cap" else decision)
-    assert bool(plan.policies) == ("cap" in said["decision"])
+    assert said.decision in (decision, "place and cap" if decision == "cap" else decision)
+    assert bool(plan.policies) == ("cap" in said.decision)
     if decision == "place":
         devices = [plan.placement_of(n) for n in range(2)]
         for placement in devices:
@@ -109,7 +109,7 @@ def test_decisions(
             assert [sum(e < 8 for e in placement.experts_of(d)) for d in range(4)] == [2] * 4
     if decision == "nothing":
         assert plan.placements == (4,)
-        assert any("worth it" in line for line in said["verdict"])
+        assert any("worth it" in line for line in said.verdict)
 
 
 def test_place_and_cap_where_both_pay() -> None:
@@ -117,18 +117,18 @@ def test_place_and_cap_where_both_pay() -> None:
         return skewed(rng, batch) * np.where(rng.permutation(16) < 4, 4.0, 1.0)
 
     plan, said = make_plan(made(both, batches=8), goal(max_mass_loss=0.2))
-    ways = said["second_half"]["ways"]
-    assert said["decision"] == "place and cap"
-    assert ways["place and cap"]["gain"] > max(ways["place"]["gain"], ways["cap"]["gain"])
+    ways = said.second_half.ways
+    assert said.decision == "place and cap"
+    assert ways["place and cap"].gain > max(ways["place"].gain, ways["cap"].gain)
     assert plan.policies
     assert len(plan.placements) == 2
-    others = {v["change"]: v for v in said["variants"]}
+    others = {v.change: v for v in said.variants}
     assert set(others) == {"keep=weight", "keep=first"} | (
         {"min_expert_load=0"} if goal().min_expert_load else set()
     )
     # as many are dropped whoever stays, but not of the same weight
-    assert others["keep=first"]["dropped_share"] == ways["place and cap"]["dropped_share"]
-    assert others["keep=first"]["gate_mass_lost"] > ways["place and cap"]["gate_mass_lost"]
+    assert others["keep=first"].dropped_share == ways["place and cap"].dropped_share
+    assert others["keep=first"].gate_mass_lost > ways["place and cap"].gate_mass_lost
 
 
 def test_other_traffic_is_said_not_to_carry_over() -> None:
@@ -136,9 +136,9 @@ def test_other_traffic_is_said_not_to_carry_over() -> None:
         return np.tile([3.0, 1.0], 8)  # the popular ones are others
 
     _, said = make_plan(made(skewed), goal(), judge=made(turned))
-    assert said["second_half"]["ways"]["place"]["gain"] > 0.2
-    assert said["other_trace"]["ways"]["place"]["gain"] < 0.1
-    assert any("doesn't carry over" in line for line in said["verdict"])
+    assert said.second_half.ways["place"].gain > 0.2
+    assert said.other_trace.ways["place"].gain < 0.1
+    assert any("doesn't carry over" in line for line in said.verdict)
 
 
 def test_a_placement_is_taken_by_what_it_gains_where_it_is_judged() -> None:
@@ -147,15 +147,15 @@ def test_a_placement_is_taken_by_what_it_gains_where_it_is_judged() -> None:
     def milder(rng: np.random.Generator, batch: int) -> np.ndarray:
         return np.asarray(skewed(rng, batch) ** 0.3)
 
-    for least in (0.01, 0.05, 0.15, 0.3):
+    for least in (0.05, 0.15):
         wanted = goal(min_gain=least, max_mass_loss=0.0)
         plan, said = make_plan(made(skewed), wanted, judge=made(milder))
-        gain = said["other_trace"]["ways"]["place"]["gain"]
-        assert 0.02 < gain < 0.14 < said["second_half"]["ways"]["place"]["gain"]
-        assert said["decision"] == ("place" if gain >= least else "nothing")
+        gain = said.other_trace.ways["place"].gain
+        assert 0.02 < gain < 0.14 < said.second_half.ways["place"].gain
+        assert said.decision == ("place" if gain >= least else "nothing")
         assert (len(plan.placements) == 2) == (gain >= least)
-        own = any("where traffic stays as it was" in line for line in said["verdict"])
-        assert own == (gain < least <= said["second_half"]["ways"]["place"]["gain"])
+        own = any("where traffic stays as it was" in line for line in said.verdict)
+        assert own == (gain < least <= said.second_half.ways["place"].gain)
 
 
 def lacking(trace: Trace, *names: str) -> Trace:
@@ -167,21 +167,22 @@ def lacking(trace: Trace, *names: str) -> Trace:
 
 @pytest.mark.parametrize(
     ("lost", "keep"),
-    [((), "score"), (("topk_scores",), "weight"), (("weights", "topk_scores"), "first"),
-     (("weights",), "score")],
+    [((), "score"), (("weights", "topk_scores"), "first"),
+     pytest.param(("topk_scores",), "weight", marks=pytest.mark.full),
+     pytest.param(("weights",), "score", marks=pytest.mark.full)],
 )  # fmt: skip
 def test_caps_keep_by_what_the_trace_holds(lost: tuple[str, ...], keep: str) -> None:
     """Engines return ids alone: then a cap keeps the first, and may drop so many assignments."""
     trace, whole, most = lacking(made(moody), *lost), made(moody), 0.2
     for chosen_on, judge in ((trace, None), (whole, trace), (trace, whole)):
         plan, said = make_plan(chosen_on, goal(max_mass_loss=most, min_gain=0.01), judge)
-        assert "cap" in said["decision"]
+        assert "cap" in said.decision
         assert {policy.keep for policy in plan.policies if policy.caps} == {keep}
-        way = (said["other_trace"] or said["second_half"])["ways"][said["decision"]]
+        way = said.deciding.ways[said.decision]
         unknown = keep == "first" and judge is not whole
-        assert (way["gate_mass_lost"] is None) == unknown
-        assert 0 < (way["dropped_share"] if unknown else way["gate_mass_lost"]) <= most
-        assert any("holds no weights" in line for line in said["verdict"]) == unknown
+        assert (way.gate_mass_lost is None) == unknown
+        assert 0 < (way.dropped_share if unknown else way.gate_mass_lost) <= most
+        assert any("holds no weights" in line for line in said.verdict) == unknown
 
 
 @pytest.mark.parametrize(
@@ -235,7 +236,7 @@ def test_costs_token_by_token(policy: CapacityPolicy) -> None:
 def test_replicas_take_tokens_in_turn() -> None:
     trace = made(skewed, batches=1, tokens=64)
     own = ExpertMap((*range(16), 3, 3, 5, 0), 16, 4)
-    chunk, seen = next(iter(trace.chunks)), next(iter(physical(trace, [own, own]).chunks))
+    chunk, seen = next(iter(trace.chunks)), next(iter(with_replicas(trace, [own, own]).chunks))
     assert chunk.ids is not None
     assert seen.ids is not None
     slots = torch.tensor(own.slots)
@@ -293,8 +294,8 @@ def test_the_command(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     out = tmp_path / "plan.toml"
     arguments = ["plan", "sample:esft_v2lite_law", "--model-config", str(tmp_path)]
-    arguments += ["--hardware", "h20", "--batch-tokens", "2048", "--replicas", "8"]
-    ran = CliRunner().invoke(app, [*arguments, "--out", str(out), "--json"])
+    arguments += ["--hardware", "h20", "--batch-tokens", "2048"]
+    ran = CliRunner().invoke(app, [*arguments, "--replicas", "8", "--out", str(out), "--json"])
     assert ran.exit_code == 0, ran.output
     said = json.loads(ran.stdout)
     assert set(said["second_half"]["ways"]) == {
@@ -312,12 +313,12 @@ def test_the_command(tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["sample:gpt_oss_20b_decode"], "has experts=32"),
-        (["sample:esft_v2lite_law", "--hardware", "h999"], "hardware 'h999'"),
+        (["sample:esft_v2lite_law", "--hardware", "h999"], "got 'h999'"),
         (["sample:esft_v2lite_law", "--max-mass-loss", "x"], "--max-mass-loss"),
         (["sample:esft_v2lite_law", "--min-gain", "100%"], "--min-gain"),
-        (["sample:esft_v2lite_law", "--pool", "all"], "pool='all'"),
-        (["sample:esft_v2lite_law", "--devices", "0"], "num_devices=0"),
-        (["sample:esft_v2lite_law", "--batch-tokens", "4096"], "has 1 batches"),
+        (["sample:esft_v2lite_law", "--pool", "all"], "pool must be"),
+        (["sample:esft_v2lite_law", "--devices", "0"], "--devices must be"),
+        (["sample:esft_v2lite_law", "--batch-tokens", "4096"], "at least 2 batches, to choose"),
         (["sample:esft_v2lite_law", "--link", "0"], "--link"),
     ],
 )
@@ -342,7 +343,9 @@ def test_counts_are_not_enough(tmp_path: Path) -> None:
     assert "not what each token chose" in ran.stderr
 
 
-@pytest.mark.parametrize("loss", ["gate_mass_lost", "dropped_share"])
+@pytest.mark.parametrize(
+    "loss", ["gate_mass_lost", pytest.param("dropped_share", marks=pytest.mark.full)]
+)
 def test_no_cap_loses_more_than_asked_for_where_it_is_judged(loss: str) -> None:
     """Chosen where loads were even, caps cost more where they are not: tighter ones are taken."""
 
@@ -353,17 +356,15 @@ def test_no_cap_loses_more_than_asked_for_where_it_is_judged(loss: str) -> None:
     gone = () if loss == "gate_mass_lost" else ("weights", "topk_scores")
     traces = (lacking(made(draw), *gone) for draw in (calm, moody))
     _, said = make_plan(next(traces), goal(max_mass_loss=most), judge=next(traces))
-    part = said["other_trace"]
+    part = said.other_trace
     chosen = [
-        point
-        for point in part["frontier"]
-        if point["placement"] == "in_order" and point["budget"] == most
+        point for point in part.frontier if point.placement == "in_order" and point.budget == most
     ]
-    assert chosen[0][loss] > most  # what was chosen loses too much here
-    assert said["budgets"]["in_order"] is None or said["budgets"]["in_order"] < most
+    assert getattr(chosen[0], loss) > most  # what was chosen loses too much here
+    assert said.budgets["in_order"] is None or said.budgets["in_order"] < most
     for way in ("cap", "place and cap"):
-        assert part["ways"][way][loss] <= most
-    assert any("gate mass" in line or "assignments" in line for line in said["verdict"])
+        assert getattr(part.ways[way], loss) <= most
+    assert any("gate mass" in line or "assignments" in line for line in said.verdict)
 
 
 def test_decode_is_capped_by_the_experts_it_reads() -> None:
@@ -371,32 +372,32 @@ def test_decode_is_capped_by_the_experts_it_reads() -> None:
     decode, wanted = made(moody, batches=8, tokens=96), goal(READS, max_mass_loss=0.2)
     assert [(p.factor, p.max_active) for p in options(wanted, decode)[1:]] == [(None, 2), (None, 3)]
     plan, said = make_plan(decode, wanted)
-    part = said["second_half"]
-    assert part["perfect_balance_gain"] < 0.05 < part["ways"]["cap"]["gain"]
-    assert "cap" in said["decision"]
+    part = said.second_half
+    assert part.perfect_balance_gain < 0.05 < part.ways["cap"].gain
+    assert "cap" in said.decision
     assert {p.max_active for p in plan.policies if p.caps} <= {2, 3}
     assert any(p.max_active for p in plan.policies)
-    ruled = {(p["placement"], p["max_active"]): p for p in part["active"]}
-    nothing = part["ways"]["nothing"]
+    ruled = {(p.placement, p.max_active): p for p in part.active}
+    nothing = part.ways["nothing"]
     for base in ("in_order", "placed"):
         two, three = ruled[base, 2], ruled[base, 3]
-        assert two["gain"] > three["gain"] > 0
-        assert two["gate_mass_lost"] > three["gate_mass_lost"] > 0
+        assert two.gain > three.gain > 0
+        assert two.gate_mass_lost > three.gate_mass_lost > 0
         # reading is all: as many times as quick as fewer experts are read
-        fewer = nothing["most_active_experts"] / two["most_active_experts"]
+        fewer = nothing.most_active_experts / two.most_active_experts
         if base == "in_order":
-            assert 1 + two["gain"] == pytest.approx(fewer, rel=0.02)
-        assert two["most_active_experts"] == 2
+            assert 1 + two.gain == pytest.approx(fewer, rel=0.02)
+        assert two.most_active_experts == 2
     second = next(iter(decode.chunks)).part(4, 8)
     policy = CapacityPolicy(max_active=2, min_expert_load=wanted.min_expert_load)
-    overall = simulate(Trace(decode.header, [second]), {"x": Plan((policy,), (4,))})["plans"]["x"]
-    assert ruled["in_order", 2]["dropped_share"] == overall["overall"]["dropped_share"]
-    line = next(line for line in said["verdict"] if line.startswith("Decode:"))
+    overall = simulate(Trace(decode.header, [second]), {"x": Plan((policy,), (4,))}).plans["x"]
+    assert ruled["in_order", 2].dropped_share == overall.overall.dropped_share
+    line = next(line for line in said.verdict if line.startswith("Decode:"))
     assert "max_active=3" in line
     assert "max_active=2" in line
     none = make_plan(decode, goal(READS, max_mass_loss=0.0))[1]
-    assert none["decision"] == "nothing"
-    assert any("stand-ins" in line for line in none["verdict"])
+    assert none.decision == "nothing"
+    assert any("stand-ins" in line for line in none.verdict)
 
 
 def test_each_regime_has_the_caps_that_it_can_bear() -> None:
@@ -411,6 +412,6 @@ def test_each_regime_has_the_caps_that_it_can_bear() -> None:
     kinds = {(p.factor is None, p.max_active is None) for p in options(wanted, both)[1:]}
     assert kinds == {(True, False), (False, True), (False, False)}
     assert len(options(wanted, lacking(small, "weights"))) == 1
-    assert len(options(replace(wanted, wanted=Wanted(16)), small)) == 1  # one expert a device
+    assert len(options(replace(wanted, spec=PlacementSpec(16)), small)) == 1  # one expert a device
     _, said = make_plan(both, wanted)
-    assert said["second_half"]["active"]
+    assert said.second_half.active

@@ -21,13 +21,6 @@ from paceline.analysis.cost import (
 )
 from paceline.analysis.expert_map import ExpertMap
 from paceline.analysis.hardware import PRESETS, Hardware, hardware_of, save_hardware
-from paceline.analysis.published import (
-    distances,
-    paper_figures,
-    paper_layer,
-    paper_unrecorded,
-    skewed_loads,
-)
 from paceline.model_config import read_model_config
 
 PLAIN = Hardware("plain", flops=1e12, memory=1e11, memory_size=1e9, link=1e9, network=5e8,
@@ -151,51 +144,14 @@ def test_a_cap_buys_nothing_where_weights_rule_and_much_where_rows_do(name: str)
     assert gains[1] > 1.6
 
 
-def test_presets_are_as_near_to_published_timings_as_said() -> None:
-    errors: dict[str, list[float]] = {}
-    for distance in distances():
-        errors.setdefault(distance.table, []).append(abs(distance.error))
-    worst = {table: max(each) for table, each in errors.items()}
-    assert worst["DeepGEMM, H800, FP8"] < 0.25
-    assert worst["DeepEP low latency, H800"] < 0.25
-    assert worst["DeepEP normal, H800"] < 0.25
-    assert worst["DeepGEMM Mega MoE, 8 B200"] < 0.45
-    assert 0.3 < worst["LLEP, 8 H200"] < 0.5  # moving experts isn't free, and isn't modelled
-
-
-def test_the_papers_layers_are_within_a_sixth_where_routing_is_recorded() -> None:
-    recorded = [d for d in paper_figures() if "DeepSeek-V2-Lite" in d.case]
-    assert len(recorded) == 6
-    assert max(abs(d.error) for d in recorded) < 0.165
-    synthetic = paper_unrecorded(draws=8)
-    assert all("SYNTHETIC" in d.case for d in synthetic)
-    assert all(0 < d.error < 0.7 for d in synthetic)  # of the worst layer's peak: a bound
-
-
-@pytest.mark.parametrize(("experts", "peak"), [(64, 7.6), (60, 8.0), (8, 4.0), (8, 1.0)])
-def test_made_up_loads_have_the_peak_asked_for(experts: int, peak: float) -> None:
-    loads = skewed_loads(experts, peak, 1000.0, draws=3)
-    assert np.allclose(loads.sum(1), 1000)
-    assert np.allclose(loads.max(1) / loads.mean(1), peak)
-    assert (np.sort(loads, 1) == np.sort(loads[:1], 1)).all()
-
-
-def test_capped_experts_in_the_papers_layer() -> None:
-    loads = np.array([[4000.0, 1000.0, 1000.0, 2000.0]]) * 100
-    shape = LayerShape(2048, 1024, 4, 1)
-    gains = paper_layer(loads, shape, 4, [2.0, 1.5, 1.0, 3.0], PRESETS["h20"])
-    assert gains[3] == 1.0
-    assert 1 == gains[0] < gains[1] < gains[2] < 2.0
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"flops": 0}, "flops=0"),
-        ({"memory": -1}, "memory=-1"),
-        ({"launch": -1}, "launch=-1"),
-        ({"tile": 0}, "tile=0"),
-        ({"link": float("nan")}, "link=nan"),
+        ({"flops": 0}, "flops must be above 0, got 0"),
+        ({"memory": -1}, "memory must be above 0, got -1"),
+        ({"launch": -1}, "launch must be at least 0, got -1"),
+        ({"tile": 0}, "tile and .* got 0, "),
+        ({"link": float("nan")}, "link must be above 0, got nan"),
     ],
 )
 def test_hardware_that_cannot_be(change: dict[str, float], said: str) -> None:
@@ -225,7 +181,7 @@ def test_hardware_files(tmp_path: Path) -> None:
     "loads", [([[1, 2]], [1]), ([[1, 2, 3, 4]], [1, 2])], ids=["experts", "batches"]
 )
 def test_shapes_that_do_not_fit(loads: tuple[list[list[int]], list[int]]) -> None:
-    with pytest.raises(ValueError, match="not allowed"):
+    with pytest.raises(ValueError, match=r"must be (of the same|one) number"):
         layer_cost(*loads, ExpertMap.contiguous(4, 2), SHAPE, PLAIN)
     with pytest.raises(ValueError, match="received"):
         layer_cost([[1] * 4], [1], ExpertMap.contiguous(4, 2), SHAPE, PLAIN, [[1, 2, 3]])

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from paceline import ExpertPlacement, traces
 from paceline.analysis import placement_search
 from paceline.analysis.expert_map import ExpertMap
-from paceline.analysis.placing import Wanted, place
+from paceline.analysis.placing import PlacementSpec, place
 from paceline.analysis.traffic import Part, batch_loads, batches_of, pieces_of
 from paceline.cli.app import app
 from paceline.plan import Plan
@@ -48,7 +48,7 @@ def busiest(table: np.ndarray, layer: ExpertMap) -> np.ndarray:
 
 
 def test_the_second_half_is_judged_with_the_first_halfs_placement() -> None:
-    maps, said = place(sample("esft_v2lite_law"), Wanted(devices=8), batch_tokens=512)
+    maps, said = place(sample("esft_v2lite_law"), PlacementSpec(devices=8), batch_tokens=512)
     table, pieces = loads(512), loads(64)
     half = table.shape[1] // 2
     shape = placement_search.Shape(64, 8)
@@ -59,26 +59,26 @@ def test_the_second_half_is_judged_with_the_first_halfs_placement() -> None:
         "in_order": [busiest(t[half:], ExpertMap.contiguous(64, 8)).sum() for t in table],
     }
     for way, rows in want.items():
-        figures = said["second_half"]["ways"][way]
-        assert figures["layers"] == pytest.approx(list(np.array(rows) / mean))
-        assert figures["overall"] == pytest.approx(sum(rows) / mean.sum())
-        assert figures["device_peak_to_mean"] == pytest.approx(np.mean(np.array(rows) / mean))
-    assert said["second_half"]["batches"] == table.shape[1] - half
+        figures = said.second_half.ways[way]
+        assert figures.layers == pytest.approx(list(np.array(rows) / mean))
+        assert figures.overall == pytest.approx(sum(rows) / mean.sum())
+        assert figures.device_peak_to_mean == pytest.approx(np.mean(np.array(rows) / mean))
+    assert said.second_half.batches == table.shape[1] - half
     # what is handed out is fitted on all
     assert maps == [placement_search.search_map(layer, shape) for layer in pieces]
 
 
 def test_another_trace_is_judged_with_all_of_this_one() -> None:
     other = sample("esft_v2lite_intent")
-    maps, said = place(sample("esft_v2lite_law"), Wanted(8), judge=other)
+    maps, said = place(sample("esft_v2lite_law"), PlacementSpec(8), judge=other)
     want = []
     for tables, _ in batch_loads(batches_of(other, None), Part(0, 99)):
         want += [(busiest(t, m).sum(), t.sum() / 8) for t, m in zip(tables, maps, strict=True)]
     rows, means = np.sum(want, axis=0)
-    assert said["other_trace"]["ways"]["search"]["overall"] == pytest.approx(rows / means)
-    assert any("esft_v2lite_intent" in line for line in said["verdict"])
+    assert said.other_trace.ways["search"].overall == pytest.approx(rows / means)
+    assert any("esft_v2lite_intent" in line for line in said.verdict)
     with pytest.raises(ValueError, match="of one model"):
-        place(sample("esft_v2lite_law"), Wanted(8), judge=sample("gpt_oss_20b_decode"))
+        place(sample("esft_v2lite_law"), PlacementSpec(8), judge=sample("gpt_oss_20b_decode"))
 
 
 def test_pieces_are_parts_of_batches() -> None:
@@ -112,9 +112,9 @@ def test_steps_of_decode_are_their_own_pieces() -> None:
 def test_one_batch_is_said_to_be_one() -> None:
     trace = sample("esft_v2lite_law").regrouped(4096)
     forwards = Trace(trace.header.model_copy(update={"batches": "forward"}), trace.chunks)
-    _, said = place(forwards, Wanted(8))
-    assert said["second_half"] is None
-    assert "one batch can't tell" in said["verdict"][0]
+    _, said = place(forwards, PlacementSpec(8))
+    assert said.second_half is None
+    assert "one batch can't tell" in said.verdict[0]
 
 
 def test_the_command_writes_a_plan_and_maps(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_groups_come_from_the_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["sample:esft_v2lite_law", "--devices", "65"], "num_devices=65"),
+        (["sample:esft_v2lite_law", "--devices", "65"], "num_devices must be from 1 to 64"),
         (["sample:esft_v2lite_law", "--devices", "0"], "--devices must be at least 1"),
         (["sample:none"], "no sample"),
         (["./nowhere"], "nowhere"),

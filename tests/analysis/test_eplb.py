@@ -83,11 +83,11 @@ def test_groups_that_do_not_divide_are_ignored() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"num_devices": 3}, "equally many slots"),
-        ({"num_devices": 2, "replicas": 1}, "equally many slots"),
-        ({"num_devices": 2, "replicas": -2}, "equally many slots"),
-        ({"num_devices": 2, "groups": 3}, "groups=3"),
-        ({"num_devices": 2, "nodes": 4}, "nodes=4"),
+        ({"num_devices": 3}, "slots per device must be equal"),
+        ({"num_devices": 2, "replicas": 1}, "slots per device must be equal"),
+        ({"num_devices": 2, "replicas": -2}, "slots per device must be equal"),
+        ({"num_devices": 2, "groups": 3}, "groups must divide .* got 3"),
+        ({"num_devices": 2, "nodes": 4}, "nodes must divide .* got 4"),
     ],
 )
 def test_what_eplb_cannot_do(arguments: dict[str, int], said: str) -> None:
