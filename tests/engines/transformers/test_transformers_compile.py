@@ -62,8 +62,6 @@ def test_an_attached_model_compiles_as_one_graph(model: Any, policy: str | None)
         torch.testing.assert_close(a, b)
 
 
-
-
 @pytest.mark.parametrize(
     ("policy", "dynamic"),
     [
