@@ -132,7 +132,7 @@ def _patch_workers() -> None:
         self.paceline = CappedModel(self.model_runner, self.vllm_config, settings, rank)
         self.paceline_publisher = publisher_for(self.paceline)
         self.paceline_recording = recording_for(
-            self.paceline, settings.recording, self.model_config.model, parallel, self.rank
+            self.paceline, settings, self.model_config.model, parallel, self.rank
         )
 
     @wraps(warm_up)
@@ -158,7 +158,7 @@ def _patch_workers() -> None:
 
 
 def paceline_describe(self: Any) -> dict[str, Any]:
-    """Return the policy in force in this worker and its counts, as `WorkerState`."""
+    """Return the policy in force in this worker and its counts, as `control.WorkerState`."""
     return self.paceline.describe()  # type: ignore[no-any-return]
 
 
