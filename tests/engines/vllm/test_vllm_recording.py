@@ -114,6 +114,6 @@ def test_off_records_nothing_and_a_full_folder_is_refused(olmoe: Capped, tmp_pat
     with recording(olmoe, tmp_path / "trace") as made:
         answers(olmoe.llm, tokens=1)
     assert made.describe()["forwards"] == 0
-    with pytest.raises(TraceError, match="holds something"):
+    with pytest.raises(TraceError, match="is not empty"):
         WorkerRecording(olmoe.model, tmp_path / "trace", "counts", "tiny", 1)
     assert not olmoe.model.layers[0].watchers
