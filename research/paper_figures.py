@@ -31,7 +31,7 @@ from paceline.demo.assets import domains, load_model, read_text
 from paceline.evaluation.perplexity import Losses, batch_losses, change
 from paceline.plan import Plan
 from paceline.traces import Trace, open_trace, sample
-from paceline.traces.policy_support import keeps_of
+from paceline.traces.policy_support import supported_keeps
 from paceline.traces.record import Recorder
 from paceline.traces.simulate import simulate
 
@@ -181,7 +181,7 @@ def figure7(traces: Mapping[str, Trace]) -> list[dict[str, Any]]:
     rows = []
     for traffic, trace in traces.items():
         plans = {"none": Plan(placements=(DEVICES,))}
-        keep = keeps_of(trace)[0]
+        keep = supported_keeps(trace)[0]
         for unit in ("expert", "device"):
             for gamma in GAMMAS:
                 cap: Any = {"unit": unit, "keep": keep, "min_expert_load": 0}

@@ -181,7 +181,7 @@ def test_what_cant_be_recorded_is_refused(demo: Any, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("mine")
     with attach(model) as pace:
-        with pytest.raises(TraceError, match="holds something"):
+        with pytest.raises(TraceError, match="is not empty"):
             Recorder(pace, tmp_path / "full")
         with pytest.raises(TraceError, match="can't be written"):
             Recorder(pace, tmp_path / "no" / "such")

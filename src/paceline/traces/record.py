@@ -17,9 +17,9 @@ from torch import Tensor
 
 from paceline.facts import Facts
 from paceline.routing import Assignment, RoutingInputs
+from paceline.traces.folder import TraceWriter
 from paceline.traces.format import Header, Layer, TraceError
 from paceline.traces.forward import Forward, Recorded, chunk_of
-from paceline.traces.writer import TraceWriter
 
 Recording = Literal["counts", "choices", "scores"]
 
