@@ -1,4 +1,4 @@
-"""Random models whose decode steps are timed, what such a step reads, and rows of results."""
+"""Random models to time decode steps of, counters of the weights read, and rows of results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What caps cost the demo model: policies on texts and tasks, or a sweep over caps of every size.
+"""Cost of caps on the demo model: policies on texts and tasks, or a sweep over caps of every size.
 
 Stand-ins are calibrated on the first half of each held-out text; texts and tasks are of the second.
 

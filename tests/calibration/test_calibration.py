@@ -11,12 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from typer.testing import CliRunner
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 import tiny_models
-from helpers import fingerprint, model_of
+import torch
+from model_runs import fingerprint, model_of
+from typer.testing import CliRunner
 
 from paceline import attach
 from paceline.analysis.placement_search import Shape, search_map
@@ -279,7 +277,7 @@ def test_a_run_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
     program = f"""
 import os, sys
-sys.path[:0] = {sys.path[:2]!r}
+sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}
 from pathlib import Path
 from test_calibration import *
 from transformers import AutoModelForCausalLM

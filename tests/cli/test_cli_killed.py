@@ -79,7 +79,7 @@ def results_are_whole(before: Path, here: Path, done: Path) -> None:
 
 
 def old_page(before: Path) -> None:
-    narrow = sample("esft_v2lite_law").narrowed([0, 1]).regrouped(64)
+    narrow = sample("esft_v2lite_law").select_layers([0, 1]).regrouped(64)
     save_trace(Trace(narrow.header, tuple(islice(narrow.chunks, 2)), narrow.where), before / "law")
     (before / "page.html").write_text("the page of a former run")
 

@@ -256,7 +256,7 @@ def _own_trace() -> list[tuple[str, bytes]]:
 
 
 def _save_small_trace(folder: Path) -> None:
-    narrow = sample("esft_v2lite_law").narrowed([0, 1]).regrouped(16)
+    narrow = sample("esft_v2lite_law").select_layers([0, 1]).regrouped(16)
     save_trace(Trace(narrow.header, tuple(islice(narrow.chunks, 1)), narrow.where), folder)
 
 

@@ -223,7 +223,7 @@ def test_several_plans_and_layers_of_their_own() -> None:
     assert result.plans["none"].overall.dropped == 0
     for layer, got in enumerate(result.plans["by layer"].layers):
         alone = Plan((by_layer.policies[layer],), (4 + layer,))
-        part = simulate(trace.narrowed([layer]), {"it": alone}).plans["it"].layers[0]
+        part = simulate(trace.select_layers([layer]), {"it": alone}).plans["it"].layers[0]
         assert part == got
     rows = {n: r.overall.busiest_rows_after for n, r in result.plans.items()}
     gain = result.plans["by layer"].overall.gain

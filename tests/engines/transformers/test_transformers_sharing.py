@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import model_of, output
+from model_runs import model_of, output
 
 from paceline import CapacityPolicy, attach
 from paceline.engines.transformers import SharedBudgetWarning

@@ -154,6 +154,7 @@ class Spy:
         return None
 
 
+@pytest.mark.full
 def test_ties_tell_a_neighbours_prompt_token_by_token() -> None:
     model = demo()[0]
     prefix, digits = encoded("My pin is"), encoded(" 1 2 4 5 7 8")

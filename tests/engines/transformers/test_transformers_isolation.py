@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from helpers import model_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_runs import model_of
 from reached_experts import Reached, reached_experts
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
@@ -187,7 +187,7 @@ def served(reached: Reached, prompts: list[list[int]]) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("pool", ["request", "batch"])
+@pytest.mark.parametrize("pool", ["request", pytest.param("batch", marks=pytest.mark.full)])
 def test_chunks_of_a_prompt_feel_only_how_long_the_others_are(pool: str) -> None:
     """For a given chunking no neighbour counts; longer ones make other chunks, so other budgets."""
     model, ours = model_of("olmoe"), drawn(OURS, 24, 1)
@@ -224,6 +224,7 @@ def asked_after(reached: Reached, before: list[int], prompt: list[int], share: b
     return reached.calls[last_layer][1][-5:]
 
 
+@pytest.mark.full
 def test_a_shared_prefix_cache_carries_what_followed_the_prefix() -> None:
     """What no pool can help: a cap isn't causal, so cached keys tell of the tokens behind them.
 

@@ -9,9 +9,18 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from helpers import output
+from model_runs import output
 
 from paceline import attach
+
+CAP = "capacity_factor=1,min_expert_load=0"
+BATCHES = [
+    tiny_models.inputs(batch=b, length=n, seed=n, pad=3) for b, n in ((2, 24), (2, 31), (3, 17))
+]
+HAS_COMPILER = any(map(shutil.which, (os.environ.get("CXX", "g++"), "c++", "clang++")))
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning"
+)
 
 
 @pytest.fixture(scope="module")
@@ -21,14 +30,13 @@ def model() -> Any:
     return tiny
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
 @pytest.mark.parametrize(
     "policy",
     [
-        None,
+        pytest.param(None, marks=pytest.mark.full),
         "capacity_factor=1,min_expert_load=0",
-        "capacity_factor=1,min_expert_load=0,keep=random,pool=request",
-        "capacity_factor=1,min_expert_load=0,expand=all,expand_limit=2,protect_first=2",
+        pytest.param(f"{CAP},keep=random,pool=request", marks=pytest.mark.full),
+        pytest.param(f"{CAP},expand=all,expand_limit=2,protect_first=2", marks=pytest.mark.full),
     ],
 )
 def test_an_attached_model_compiles_as_one_graph(model: Any, policy: str | None) -> None:
@@ -54,21 +62,13 @@ def test_an_attached_model_compiles_as_one_graph(model: Any, policy: str | None)
         torch.testing.assert_close(a, b)
 
 
-BATCHES = [
-    tiny_models.inputs(batch=b, length=n, seed=n, pad=3) for b, n in ((2, 24), (2, 31), (3, 17))
-]
-CAP = "capacity_factor=1,min_expert_load=0"
-HAS_COMPILER = any(map(shutil.which, (os.environ.get("CXX", "g++"), "c++", "clang++")))
-
-
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
 @pytest.mark.parametrize(
     ("policy", "dynamic"),
     [
-        (CAP, None),
-        (None, True),
-        (CAP, True),
-        (f"{CAP},pool=request,phase=prefill", True),
+        pytest.param(CAP, None, marks=pytest.mark.full),
+        pytest.param(None, True, marks=pytest.mark.full),
+        pytest.param(CAP, True, marks=pytest.mark.full),
+        pytest.param(f"{CAP},pool=request,phase=prefill", True, marks=pytest.mark.full),
         (f"{CAP},expand=all,protect_first=2", True),
     ],
 )
@@ -88,7 +88,7 @@ def test_batches_of_several_sizes(model: Any, policy: str | None, dynamic: bool 
         torch.testing.assert_close(a[real], b[real])
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+@pytest.mark.full
 @pytest.mark.skipif(not HAS_COMPILER, reason="inductor needs a C++ compiler")
 def test_inductor_compiles_an_attached_model(model: Any) -> None:
     torch._dynamo.reset()
@@ -106,17 +106,19 @@ def test_inductor_compiles_an_attached_model(model: Any) -> None:
         torch.testing.assert_close(a[real], b[real], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
-def test_a_graph_that_breaks_keeps_what_is_known_of_its_tokens(model: Any) -> None:
-    for dynamic in (None, True):
-        torch._dynamo.reset()
-        with attach(model, CAP) as pace:
-            want = output(model, BATCHES[0])
-            pace.reset_stats()
-            pace.watch(lambda *_: torch._dynamo.graph_break())
-            compiled = torch.compile(model, backend="eager", dynamic=dynamic)
-            got = output(compiled, BATCHES[0])
-            assert pace.stats().layers[0].tokens == 45
-        real = BATCHES[0]["attention_mask"].bool()
-        torch.testing.assert_close(got[real], want[real])
+@pytest.mark.full
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_graph_that_breaks_keeps_what_is_known_of_its_tokens(
+    model: Any, dynamic: bool | None
+) -> None:
+    torch._dynamo.reset()
+    with attach(model, CAP) as pace:
+        want = output(model, BATCHES[0])
+        pace.reset_stats()
+        pace.watch(lambda *_: torch._dynamo.graph_break())
+        compiled = torch.compile(model, backend="eager", dynamic=dynamic)
+        got = output(compiled, BATCHES[0])
+        assert pace.stats().layers[0].tokens == 45
+    real = BATCHES[0]["attention_mask"].bool()
+    torch.testing.assert_close(got[real], want[real])
     torch._dynamo.reset()

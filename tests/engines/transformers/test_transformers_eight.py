@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from helpers import (
+from model_runs import (
     IMPLEMENTATIONS,
     capacity,
     choices,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from helpers import capacity, counted, fingerprint, model_of, output
+from model_runs import capacity, counted, fingerprint, model_of, output
 from torch import Tensor
 
 from paceline import CapacityPolicy, ExpertPlacement, attach, route

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from helpers import counted, kept_slots, model_of, output
+from model_runs import counted, kept_slots, model_of, output
 from torch import Tensor, nn
 from transformers import DataCollatorWithFlattening
 from transformers.masking_utils import create_causal_mask

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from helpers import IMPLEMENTATIONS, implementation, model_of, output
 from made_up_calibration import made_up
+from model_runs import IMPLEMENTATIONS, implementation, model_of, output
 from row_counter import RowCounter
 from torch import Tensor, nn
 from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -188,7 +188,10 @@ def test_padding_is_no_reason_to_read_an_expert(model: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
-@pytest.mark.parametrize("policy", ["max_active=1", "max_active=0.5,capacity_factor=1.0"])
+@pytest.mark.parametrize(
+    "policy",
+    ["max_active=1", pytest.param("max_active=0.5,capacity_factor=1.0", marks=pytest.mark.full)],
+)
 def test_compiled_with_any_number_of_tokens(policy: str) -> None:
     """One graph as T changes, on either side of the threshold; counts and outputs as eager."""
     model = tiny_models.build("mixtral", num_hidden_layers=1)

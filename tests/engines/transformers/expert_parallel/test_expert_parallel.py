@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +13,10 @@ torch = pytest.importorskip("torch")
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
     pytest.skip("torch.distributed has no gloo here", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 import tiny_models  # noqa: E402
-from ranks import HERE, assert_passed, run_ranks  # noqa: E402
+from ranks import CHECKS, ENVIRONMENT, assert_passed, run_ranks  # noqa: E402
+
+pytestmark = pytest.mark.xdist_group("ranks")  # one process starts the ranks, for all tests
 
 
 @pytest.fixture(scope="module")
@@ -52,22 +51,15 @@ TOGETHER = (
 
 @pytest.fixture(scope="module")
 def together(folder: Path) -> str:
-    """What both ranks print under torchrun."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
+    """Output of both ranks under torchrun."""
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*command, str(HERE / "checks.py"), str(folder), *TOGETHER],
+        [sys.executable, "-m", *torchrun, CHECKS, str(folder), *TOGETHER],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=1800,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        env=ENVIRONMENT,
     )
     return done.stdout
 
@@ -78,14 +70,16 @@ def test_two_ranks(together: str, check: str) -> None:
         assert f"rank {rank} passed {check} in" in together, together[-6000:]
 
 
-def test_a_rank_that_dies_ends_the_others_with_a_sentence(folder: Path) -> None:
-    left, killed = run_ranks("lost_in_layer", folder=folder)
+def test_a_rank_that_is_silent_or_dies_ends_the_others_with_a_sentence(folder: Path) -> None:
+    left, killed = run_ranks("silent_rank", "lost_in_layer", folder=folder)
+    assert "rank 0 passed silent_rank in" in left.output, left.output[-4000:]
     assert killed.code == -9
     assert left.code == 1
     sentence = "rank 0 of 2 gives up in the all-to-all of model.layers.1.mlp: another rank is gone"
     assert sentence in left.output, left.output[-4000:]
 
 
-@pytest.mark.parametrize("check", ["silent_rank", "silent_rank_under_fsdp"])
-def test_a_silent_rank_is_given_up_in_bounded_time(folder: Path, check: str) -> None:
+@pytest.mark.full
+def test_a_silent_rank_is_given_up_in_bounded_time_under_fsdp(folder: Path) -> None:
+    check = "silent_rank_under_fsdp"
     assert_passed(run_ranks(check, folder=folder, only=0, PACELINE_EP_TIMEOUT="5"))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from soak import soak
 
 
+@pytest.mark.full
 def test_a_model_that_never_rests_follows_policies_that_were_in_force() -> None:
     assert soak(forwards=250, seed=1)["forwards"] >= 250

@@ -17,7 +17,7 @@ import multimodal_models as whole
 import pytest
 import tiny_models
 import torch
-from helpers import model_of
+from model_runs import model_of
 from torch import Tensor
 
 from paceline import CapacityPolicy, attach

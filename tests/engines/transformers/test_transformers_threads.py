@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from helpers import model_of, output
+from model_runs import model_of, output
 from torch import Tensor
 
 from paceline import CapacityPolicy, attach

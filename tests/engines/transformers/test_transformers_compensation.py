@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from helpers import IMPLEMENTATIONS, fingerprint, implementation, model_of, output
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up_calibration import made_up
+from model_runs import IMPLEMENTATIONS, fingerprint, implementation, model_of, output
 
 from paceline import CapacityPolicy, attach
 from paceline.plan import Plan
@@ -247,7 +247,7 @@ def test_it_follows_the_dtype_of_the_model(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
-@pytest.mark.parametrize("keep", ["score", "contribution"])
+@pytest.mark.parametrize("keep", ["contribution", pytest.param("score", marks=pytest.mark.full)])
 def test_it_compiles_as_one_graph(keep: str) -> None:
     model = tiny_models.build(MIXTRAL, num_hidden_layers=1)
     model.set_experts_implementation("grouped_mm")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from helpers import fingerprint, output
+from model_runs import fingerprint, output
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from transformers import FineGrainedFP8Config

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from helpers import capacity, counted, kept_slots, output
+from model_runs import capacity, counted, kept_slots, output
 
 from paceline import CapacityPolicy, attach
 

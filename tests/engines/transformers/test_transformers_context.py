@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from helpers import choices, counted, fingerprint, kept_slots, model_of, output
+from model_runs import choices, counted, fingerprint, kept_slots, model_of, output
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig

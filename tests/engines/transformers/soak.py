@@ -4,7 +4,7 @@ Threads run batches of many sizes while policies change; in between the model is
 Every output has to be, to the bit, that of a policy that was in force; those were compared with the
 oracle; memory has to stay flat; in the end nothing is left in the model.
 
-    python tests/engines/soak.py --forwards 10000
+    PYTHONPATH=tests python tests/engines/transformers/soak.py --forwards 10000
 
 As a program it writes benchmarks/results/soak.json.
 """
@@ -20,21 +20,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import tiny_models
-from helpers import fingerprint, output
+import torch
+from model_runs import fingerprint, output
 from oracle import route_oracle
+from torch import Tensor
 
 from paceline import CapacityPolicy, ExpertPlacement, attach
 from paceline.files import to_json, write_text
 from paceline.system_info import system_info
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "soak.json"
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "soak.json"
 CAP = CapacityPolicy(capacity_factor=0.8, min_expert_load=0)
 POLICIES: list[CapacityPolicy | None] = [
     None,
@@ -164,7 +160,7 @@ def main() -> None:
     given = parser.parse_args()
     found = soak(given.forwards, given.seed, say=lambda text: print(text, flush=True))
     print(found)
-    data = {"program": "tests/engines/soak.py", **found, **system_info()}
+    data = {"program": "tests/engines/transformers/soak.py", **found, **system_info()}
     write_text(given.out, to_json(data), private=False)
     if found["late_megabytes"] > found["early_megabytes"] + 20:
         sys.exit("memory grew by more than 20 MB between the first fifth and the end")

@@ -9,8 +9,8 @@ import made_up
 import pytest
 import tiny_models
 import torch
-from helpers import capacity, counted, fingerprint, loads, model_of
 from made_up import Block, Model
+from model_runs import capacity, counted, fingerprint, loads, model_of
 from row_counter import RowCounter
 from torch import nn
 
@@ -257,7 +257,7 @@ def test_models_that_accelerate_spread_over_devices_keep_their_hooks(how: str) -
 
 def test_the_row_counter_sees_what_an_untouched_model_computes() -> None:
     """Without Paceline the instrument counts every assignment, whatever runs the experts."""
-    from helpers import IMPLEMENTATIONS, choices, implementation, output
+    from model_runs import IMPLEMENTATIONS, choices, implementation, output
 
     for name in ("mixtral", "gpt_oss"):
         model, given = model_of(name), tiny_models.inputs(pad=5)

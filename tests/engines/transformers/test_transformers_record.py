@@ -8,7 +8,7 @@ from typing import Any
 import multimodal_models as whole
 import pytest
 import tiny_models
-from helpers import output
+from model_runs import output
 from test_transformers_images import model_with_images
 
 from paceline import attach

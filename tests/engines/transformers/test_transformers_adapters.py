@@ -10,7 +10,7 @@ import pytest
 import tiny_models
 import torch
 import torch.nn.functional as F
-from helpers import counted, output
+from model_runs import counted, output
 from torch import Tensor, nn
 
 from paceline import CapacityPolicy, attach

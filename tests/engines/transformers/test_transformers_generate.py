@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from helpers import model_of
+from model_runs import model_of
 from reference import capped_by_hand
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from helpers import fingerprint, model_of, output
+from model_runs import fingerprint, model_of, output
 
 from paceline.engines.transformers import attach
 from paceline.facts import Facts

@@ -1,11 +1,12 @@
 """Writes docs/architectures.md: what attach does with every architecture of Transformers.
 
-python tests/engines/support_matrix.py            # print the page
-python tests/engines/support_matrix.py --write    # write docs/architectures.md
+python tests/engines/transformers/support_matrix.py            # print the page
+python tests/engines/transformers/support_matrix.py --write    # write docs/architectures.md
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 
@@ -15,14 +16,14 @@ import transformers
 
 from paceline import attach
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "architectures.md"
 _HEAD = """# Architectures
 
 What `paceline.attach` does with every architecture of Transformers {version} that has routed
-experts, found by attaching to a tiny random model of each. Made by `python
-tests/engines/support_matrix.py --write` and checked by the tests; nothing in it is written by
-hand, and the engine holds no list of architectures: one that isn't here works if its MoE blocks
-call `experts(hidden_states, top_k_index, top_k_weights)` beside a `gate` or `router`.
+experts, found by attaching to a tiny random model of each. Made by `make docs` and checked by the
+tests; nothing in it is written by hand, and the engine holds no list of architectures: one that
+isn't here works if its MoE blocks call `experts(hidden_states, top_k_index, top_k_weights)` beside
+a `gate` or `router`.
 
 - **full**: Token Drop with every `keep`, Expanded Drop, shadow and observe modes.
 - **drop only**: the same without Expanded Drop; without a scoring rule also without `keep="score"`.
@@ -43,8 +44,9 @@ their number is data, and the graph breaks there.
 """
 
 
+@functools.cache
 def support_row(name: str) -> tuple[str, str]:
-    """(level, table row) of one architecture.
+    """Return (level, table row) of one architecture; tests share them.
 
     A layer that differs from the others is named in the note.
     """
