@@ -11,27 +11,31 @@ from typing import Any
 
 import numpy as np
 
-from paceline.analysis.expert_map import ExpertMap
-from paceline.analysis.placing import PlacementSpec, check_same_model, search_maps, stack_layers
+from paceline.analysis.expert_map import ExpertMap, Loads
+from paceline.analysis.placing import (
+    PlacementSpec,
+    check_same_model,
+    measure_balance,
+    search_maps,
+)
 from paceline.analysis.results import ActiveWay, CapFigures, CapLayer, CapPlan, CapStudy, CapWay
 from paceline.analysis.traffic import (
     MAX_BATCHES,
     Part,
-    batch_loads,
     batches_of,
     count_batches,
     picked,
     spread_over,
 )
 from paceline.analysis.verdict import IN_ORDER, PLACED, caps_verdict
-from paceline.balance import Peaks, peaks, unit_matrix
+from paceline.balance import unit_matrix
 from paceline.placement import ExpertPlacement
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
 from paceline.progress import Progress, Steps
 from paceline.traces import Trace
 from paceline.traces.loads import trace_loads
-from paceline.traces.policy_support import keeps_of
+from paceline.traces.policy_support import supported_keeps
 from paceline.traces.results import SimulatedPlan
 from paceline.traces.simulate import simulate
 from paceline.traces.tables import load_tables
@@ -107,7 +111,7 @@ def cap_study(
     of_plan, active, keep = None, [], None
     if trace.header.per_token:
         seen = picked(cut, spread_over(part, MAX_BATCHES))
-        keep = keeps_of(cut)[0]
+        keep = supported_keeps(cut)[0]
         ways, of_plan = _capped(seen, placements, keep, plan, steps.next("caps"))
         active = _active(seen, placements)
     else:
@@ -238,7 +242,7 @@ def _active(trace: Trace, placements: Placements) -> list[ActiveWay]:
         for layer in trace.header.layers
         if layer.k is not None
     )
-    if not small or "weight" not in keeps_of(trace):
+    if not small or "weight" not in supported_keeps(trace):
         return []
     most = max(max(own.sizes) for each in placements.values() for own in each)
     keys: list[tuple[str, int | None]] = [
@@ -270,23 +274,12 @@ def _active(trace: Trace, placements: Placements) -> list[ActiveWay]:
 
 def _uncapped(trace: Trace, part: Part, placements: Placements) -> list[CapWay]:
     """Measure every placement without a cap, from load tables alone."""
-    none = np.zeros(len(trace.header.layers))
-    sums = {name: Peaks(("layer",), none, none) for name in placements}
-    device_loads = {
-        name: [np.zeros(p.num_devices) for p in own] for name, own in placements.items()
+    hosts: dict[str, list[Loads]] = {
+        name: [1.0 * unit_matrix(p.expert_to_device, p.num_devices) for p in own]
+        for name, own in placements.items()
     }
-    for loads, _ in batch_loads(trace, part):
-        for name, own in placements.items():
-            tables = [
-                table @ unit_matrix(placement.expert_to_device, placement.num_devices)
-                for table, placement in zip(loads, own, strict=True)
-            ]
-            sums[name] += stack_layers(
-                [peaks(table, ("batch", "device")).over("batch") for table in tables]
-            )
-            for total, table in zip(device_loads[name], tables, strict=True):
-                total += table.sum(0)
-    overall = {name: layers.over("layer") for name, layers in sums.items()}
+    found = measure_balance(trace, part, hosts)
+    overall = {name: layers.over("layer") for name, (layers, _) in found.items()}
     if not overall[IN_ORDER].mean:
         raise ValueError(f"{trace.where} has no assignment: there is nothing to be balanced.")
     return [
@@ -305,10 +298,8 @@ def _uncapped(trace: Trace, part: Part, placements: Placements) -> list[CapWay]:
                     busiest_device=float(ratio) if mean else None,
                     device_loads=total.tolist(),
                 )
-                for total, ratio, mean in zip(
-                    device_loads[name], layers.ratio, layers.mean, strict=True
-                )
+                for total, ratio, mean in zip(rows, layers.ratio, layers.mean, strict=True)
             ],
         )
-        for name, layers in sums.items()
+        for name, (layers, rows) in found.items()
     ]
