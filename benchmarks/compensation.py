@@ -28,7 +28,7 @@ from paceline.demo.settings import DEVICES
 from paceline.evaluation.perplexity import Losses, change, run_policy
 from paceline.files import to_json, write_text
 from paceline.shipped import CALIBRATION_FOLDER
-from paceline.stand_ins.file import Calibration
+from paceline.stand_ins.calibration_file import Calibration
 from paceline.system_info import system_info
 
 WAYS = ("", ",compensate=true", ",compensate=true,keep=contribution")

@@ -28,8 +28,8 @@ from paceline.demo.settings import DEVICES
 from paceline.evaluation.perplexity import Losses, batch_losses, change
 from paceline.facts import Facts
 from paceline.files import to_json, write_text
+from paceline.stand_ins.calibration_file import LayerCalibration
 from paceline.stand_ins.compensation import Compensation
-from paceline.stand_ins.layer import LayerCalibration
 from paceline.system_info import system_info
 
 STEPS, FIRST = 200, 0.02  # of the search for prices; the first step, a share of the scores' mean
