@@ -1,4 +1,4 @@
-"""Where users who share a batch affect each other, and the one sentence that says so."""
+"""Warnings where users who share a batch or a cache affect each other."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from paceline.policy import CapacityPolicy
 
 
 class SharedBudgetWarning(UserWarning):
-    """Requests of one batch share a budget, so what one gets depends on the others."""
+    """Requests of one batch share a budget, so the result of one depends on the others."""
 
 
 class SharedCacheWarning(UserWarning):
-    """Requests share cached prefixes, which under a cap tell of the tokens that followed them."""
+    """Requests share cached prefixes, which under a cap depend on the tokens that followed them."""
 
 
 def shares_budget(policy: CapacityPolicy) -> bool:
-    """Whether requests in one batch affect each other under `policy`.
+    """Return True if requests in one batch affect each other under `policy`.
 
     >>> shares_budget(CapacityPolicy(capacity_factor=1.5, pool="request"))
     False
@@ -25,26 +25,20 @@ def shares_budget(policy: CapacityPolicy) -> bool:
 
 
 def warn_of_sharing(policy: CapacityPolicy, requests: int, stacklevel: int = 2) -> None:
-    """Say that so many requests share a budget under `policy`.
-
-    Args:
-        policy: for which `shares_budget` holds.
-        requests: in the batch.
-        stacklevel: as of `warnings.warn`.
-    """
-    apart = 'say pool="request"' if policy.max_active is None else "leave max_active out"
+    """Warn that this many requests share a budget under `policy`."""
+    remedy = 'set pool="request"' if policy.max_active is None else "leave max_active out"
     warnings.warn(
-        f'{requests} sequences share one budget under pool="{policy.pool}", so what one of them '
-        f"gets depends on the others; where they belong to different users, {apart}.",
+        f'{requests} sequences share one budget under pool="{policy.pool}", so the result of one '
+        f"depends on the others; where they belong to different users, {remedy}.",
         SharedBudgetWarning,
         stacklevel=stacklevel + 1,
     )
 
 
 def warn_of_shared_cache(remedy: str, stacklevel: int = 2) -> None:
-    """Say that a cap makes cached prefixes tell of what followed them.
+    """Warn that cached prefixes reveal the tokens that followed them.
 
-    A cap ranks the tokens of a chunk among each other, so keys and values of a prefix depend on
+    A cap ranks the tokens of a chunk against each other, so keys and values of a prefix depend on
     the tokens behind it, with request pools too.
 
     Args:
@@ -53,7 +47,7 @@ def warn_of_shared_cache(remedy: str, stacklevel: int = 2) -> None:
     """
     warnings.warn(
         "requests share cached prefixes, and under a cap these depend on the tokens that followed "
-        f"them, so one request tells of another; where they belong to different users, {remedy}.",
+        f"them, so one request reveals another; where they belong to different users, {remedy}.",
         SharedCacheWarning,
         stacklevel=stacklevel + 1,
     )
