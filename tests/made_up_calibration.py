@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from paceline import attach
-from paceline.stand_ins.file import Calibration
-from paceline.stand_ins.layer import LayerCalibration
+from paceline.stand_ins.calibration_file import Calibration, LayerCalibration
 
 
 def made_up(model: Any, rank: int = 3, seed: int = 0) -> Calibration:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from paceline.analysis.verdict import model_verdict as verdict
@@ -9,26 +10,22 @@ from paceline.analysis.verdict import model_verdict as verdict
 CAP = {"policy": "capacity_factor=1.25", "mode": "enforce"}
 
 
-def _result(peak: float, after: float, **more: Any) -> dict[str, Any]:
-    return {
-        "devices": 8,
-        "policy": None,
-        "mode": "observe",
-        "degenerate": [],
-        "min_expert_load": 8.0,
+def _result(peak: float, after: float, *, capped: int = 5, narrowed: int = 0, **more: Any) -> Any:
+    overall = SimpleNamespace(
+        device_peak_to_mean_before=peak,
+        device_peak_to_mean_after=after,
+        dropped_share=0.031,
+        capped_forwards=capped,
+        narrowed_forwards=narrowed,
+        most_active_experts_before=3.5,
+        most_active_experts_after=2.0,
+        tokens_without_expert=3,
+    )
+    values = {
+        "devices": 8, "policy": None, "mode": "observe", "degenerate": [], "min_expert_load": 8.0,
         "tokens_an_expert": 3.25,
-        "overall": {
-            "device_peak_to_mean_before": peak,
-            "device_peak_to_mean_after": after,
-            "straggler_loss_before": 1 - 1 / peak,
-            "dropped_share": 0.031,
-            "capped_forwards": 5,
-            "narrowed_forwards": 0,
-            "most_active_experts_before": 3.5,
-            "most_active_experts_after": 2.0,
-            "tokens_without_expert": 3,
-        },
-    } | more
+    }  # fmt: skip
+    return SimpleNamespace(overall=overall, **values | more)
 
 
 def test_wait_and_ceiling() -> None:
@@ -51,24 +48,25 @@ def test_policy_enforced_in_shadow_and_idle() -> None:
 
 
 def test_a_cap_that_never_applied_says_from_where_it_would() -> None:
-    idle = _result(1.5, 1.5, **CAP)
-    idle["overall"]["capped_forwards"] = 0
-    line = verdict(idle)[1]
+    line = verdict(_result(1.5, 1.5, capped=0, **CAP))[1]
     assert "from a mean of 8 tokens per expert (min_expert_load)" in line
     assert "a batch here has 3.25" in line
-    assert "no capacity_factor" in verdict(idle | {"min_expert_load": None})[1]
+    assert (
+        "no capacity_factor" in verdict(_result(1.5, 1.5, capped=0, min_expert_load=None, **CAP))[1]
+    )
 
 
 def test_what_max_active_does_is_said_in_experts_read() -> None:
-    narrow = _result(1.5, 1.5, policy="max_active=2", mode="enforce")
-    narrow["overall"]["narrowed_forwards"] = 5
-    line = verdict(narrow)[1]
+    cap = {"policy": "max_active=2", "mode": "enforce"}
+    line = verdict(_result(1.5, 1.5, narrowed=5, **cap))[1]
     assert "drops 3.1% of the assignments" in line
     assert "reads 2.00 instead of 3.50 per forward" in line
     assert "all their routed experts: 3." in line
-    assert "would read 2.00" in verdict(narrow | {"mode": "shadow"})[1]
-    narrow["overall"] |= {"capped_forwards": 0, "narrowed_forwards": 0}
-    assert "max_active applies below a mean of 8 tokens" in verdict(narrow)[1]
+    assert (
+        "would read 2.00" in verdict(_result(1.5, 1.5, narrowed=5, **cap | {"mode": "shadow"}))[1]
+    )
+    idle = _result(1.5, 1.5, capped=0, **cap)
+    assert "max_active applies below a mean of 8 tokens" in verdict(idle)[1]
 
 
 def test_routing_that_says_nothing_comes_first_and_nothing_is_promised() -> None:

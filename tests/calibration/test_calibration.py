@@ -20,13 +20,12 @@ from paceline import attach
 from paceline.analysis.placement_search import Shape, search_map
 from paceline.batches import Batch, Sampling, make_batches
 from paceline.calibration.collect import calibrate
-from paceline.calibration.fit import LOG_RIDGE, ROWS_PER_RANK, fit
+from paceline.calibration.fit import LOG_RIDGE, ROWS_PER_RANK, Moments, fit
 from paceline.calibration.layer_fit import RIDGES
-from paceline.calibration.moments import Moments
 from paceline.cli.app import app
 from paceline.facts import Facts
 from paceline.routing import RoutingInputs
-from paceline.stand_ins.file import FILE, Calibration, CalibrationError
+from paceline.stand_ins.calibration_file import FILE, Calibration, CalibrationError
 
 
 class Letters:
@@ -261,7 +260,10 @@ def test_the_verb_refuses_bad_input_in_one_sentence(tmp_path: Path) -> None:
         (["nowhere/at/all", "--text", "a", "--out", str(tmp_path / "o")], "--text a can't be read"),
         (["demo", "--out", str(tmp_path / "file")], "must be a folder"),
         (["demo", "--dtype", "int3", "--out", str(tmp_path / "o")], "int3"),
-        (["demo", "--rank", "0", "--tokens", "64", "--out", str(tmp_path / "o")], "rank=0"),
+        (
+            ["demo", "--rank", "0", "--tokens", "64", "--out", str(tmp_path / "o")],
+            "rank must be a whole number >= 1, got 0",
+        ),
     ]
     for arguments, said in cases:
         result = CliRunner().invoke(app, ["tune", *arguments])

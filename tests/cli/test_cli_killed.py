@@ -16,7 +16,7 @@ import pytest
 from paceline import ExpertPlacement
 from paceline.plan import Plan
 from paceline.shipped import CALIBRATION_FOLDER
-from paceline.stand_ins.file import Calibration
+from paceline.stand_ins.calibration_file import Calibration
 from paceline.traces import open_trace, sample, save_trace
 from paceline.traces.trace import Trace
 

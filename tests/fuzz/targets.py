@@ -36,8 +36,7 @@ from paceline.engines.vllm.control import PATH
 from paceline.model_config import read_model_config
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
-from paceline.stand_ins.file import Calibration
-from paceline.stand_ins.layer import LayerCalibration
+from paceline.stand_ins.calibration_file import Calibration, LayerCalibration
 from paceline.traces import ImportOptions, open_trace, sample, save_trace
 from paceline.traces.tables import load_tables
 from paceline.traces.trace import Trace

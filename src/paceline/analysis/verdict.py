@@ -5,10 +5,14 @@ A plan's decision and its reasons are in `plan_verdict`, with the same phrases.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from paceline.analysis.results import CapStudy, JudgedPlacements, PlaceResult, loss, loss_unit
+from paceline.analysis.results import (
+    CapStudy,
+    JudgedPlacements,
+    ModelLoads,
+    PlaceResult,
+    loss,
+    loss_unit,
+)
 from paceline.balance import straggler_loss
 from paceline.text import percent, times
 from paceline.traces.results import RepeatedRows, TraceLoads
@@ -21,76 +25,82 @@ _LITTLE = 0.05  # an average wait below this is hardly worth a cap
 _SHOWN = 0.05  # a share of repeated rows that is worth a line
 
 
-def waiting(peak_to_mean: float, devices: int, where: str = "") -> str:
-    """Say how long an average device waits, without a full stop.
+def waiting(peak_to_mean: float, devices: int, note: str = "", batches: str = "") -> str:
+    """Say how long an average device waits.
+
+    Args:
+        peak_to_mean: of the devices.
+        devices: how many there are.
+        note: added to the figure in brackets.
+        batches: the kind of batches, where there are several.
 
     >>> waiting(1.6, 8)
-    'An average device waits 38% of the expert time for the busiest of 8 (1.60× the mean load)'
+    'An average device waits 38% of the expert time for the busiest of 8 (1.60× the mean load).'
     """
+    start = f"On {batches}, an" if batches else "An"
     wait = percent(straggler_loss(peak_to_mean), 0)
     return (
-        f"An average device waits {wait} of the expert time for the busiest of {devices} "
-        f"({times(peak_to_mean)} the mean load{where})"
+        f"{start} average device waits {wait} of the expert time for the busiest of {devices} "
+        f"({times(peak_to_mean)} the mean load{note})."
     )
 
 
 def ceiling(speedup: float) -> str:
-    """Say what perfect balance would gain.
+    """State the gain of perfect balance; a small one, as such.
 
     >>> ceiling(1.6)
     'Perfect balance would make the expert part at most 1.60× as fast.'
     """
-    return f"Perfect balance would make the expert part at most {times(speedup)} as fast."
+    line = f"Perfect balance would make the expert part at most {times(speedup)} as fast."
+    return f"{line} There is little to gain here." if straggler_loss(speedup) < _LITTLE else line
 
 
 # Loads of a model on text: a result of `observe_loads`.
 
 
-def model_verdict(result: Mapping[str, Any]) -> list[str]:
-    """Word a result of `observe_loads`: the wait, the ceiling, the effect of the policy.
+def model_verdict(result: ModelLoads) -> list[str]:
+    """Describe a result of `observe_loads`: the wait, the ceiling, the effect of the policy.
 
     Where the routing says nothing about real traffic, that comes first and nothing is promised.
     """
-    overall, devices = result["overall"], result["devices"]
-    peak = overall["device_peak_to_mean_before"]
-    degenerate = bool(result["degenerate"])
+    overall, devices = result.overall, result.devices
+    peak = overall.device_peak_to_mean_before
+    degenerate = bool(result.degenerate)
     if degenerate:
         lines = [
-            f"These loads say nothing about real traffic: {'; '.join(result['degenerate'])}.",
+            f"These loads say nothing about real traffic: {'; '.join(result.degenerate)}.",
             f"The busiest of {devices} devices has {times(peak)} the mean rows here; the gain of a "
             "cap can't be told from that.",
         ]
     else:
         lines = [
-            f"{waiting(peak, devices)}. {ceiling(peak)} These are bounds from the loads: "
-            "communication and attention are not included."
+            f"{waiting(peak, devices)} {ceiling(peak)} Communication and attention are not "
+            "included."
         ]
-        if straggler_loss(peak) < _LITTLE:
-            lines.append("These loads are nearly balanced: a cap has little to gain here.")
-    if result["policy"] is not None:
+    if result.policy is not None:
         lines.append(_policy_effect(result, peak, degenerate))
     return lines
 
 
-def _policy_effect(result: Mapping[str, Any], peak: float, degenerate: bool) -> str:
-    overall = result["overall"]
-    if result["mode"] == "observe":
+def _policy_effect(result: ModelLoads, peak: float, degenerate: bool) -> str:
+    overall = result.overall
+    if result.mode == "observe":
         return "The policy only observes: nothing is capped."
-    if not overall["capped_forwards"]:
+    if not overall.capped_forwards:
         return _never_applied(result)
-    would, ending = ("would ", "") if result["mode"] == "shadow" else ("", "s")
-    drops = f"{would}drop{ending} {percent(overall['dropped_share'])} of the assignments"
-    policy = f"The policy {result['policy']} {drops}"
-    if overall["narrowed_forwards"]:  # max_active: time is the experts that a device reads
-        before, after = (overall[f"most_active_experts_{when}"] for when in ("before", "after"))
+    would, ending = ("would ", "") if result.mode == "shadow" else ("", "s")
+    drops = f"{would}drop{ending} {percent(overall.dropped_share)} of the assignments"
+    policy = f"The policy {result.policy} {drops}"
+    if overall.narrowed_forwards:  # max_active: time is the experts that a device reads
+        before, after = overall.most_active_experts_before, overall.most_active_experts_after
         return (
             f"{policy}, and the device that reads the most experts {would}read{ending} {after:.2f} "
             f"instead of {before:.2f} per forward. Tokens that {would}lose all their routed "
-            f"experts: {overall['tokens_without_expert']}."
+            f"experts: {overall.tokens_without_expert}."
         )
     if degenerate:
         return f"{policy} here."
-    after = overall["device_peak_to_mean_after"]
+    after = overall.device_peak_to_mean_after
     gain = peak / max(after, 1e-9)
     effect = (
         f"allow{ending} the expert part to run {times(gain)} as fast as without it"
@@ -100,13 +110,13 @@ def _policy_effect(result: Mapping[str, Any], peak: float, degenerate: bool) -> 
     return f"{policy} and {effect} (busiest device {times(after)} the mean, from the loads)."
 
 
-def _never_applied(result: Mapping[str, Any]) -> str:
+def _never_applied(result: ModelLoads) -> str:
     """Say why a policy that may cap never did."""
-    least, here = result["min_expert_load"], result["tokens_an_expert"]
+    least, here = result.min_expert_load, result.tokens_an_expert
     if least is None:
         return "The policy capped nothing: it has no capacity_factor."
     rule = f"a mean of {least:g} tokens per expert (min_expert_load)"
-    if "capacity_factor" not in result["policy"]:
+    if "capacity_factor" not in (result.policy or ""):
         return (
             f"The policy capped nothing: max_active applies below {rule}; a batch here has "
             f"{here:.3g}, or no device has more active experts."
@@ -118,10 +128,10 @@ def _never_applied(result: Mapping[str, Any]) -> str:
 
 
 def trace_verdict(result: TraceLoads) -> list[str]:
-    """Word a result of `trace_loads`: the wait, the ceiling, and how far to trust them."""
+    """Describe a result of `trace_loads`: the wait, the ceiling, and how far to trust them."""
     overall = result.overall
     lines = [
-        f"{waiting(overall.device_peak_to_mean, result.devices, ', over batches and layers')}. "
+        f"{waiting(overall.device_peak_to_mean, result.devices, ', over batches and layers')} "
         f"{ceiling(overall.perfect_balance_speedup)}"
     ]
     if result.batches == 1:
@@ -155,7 +165,7 @@ def _repeated(rows: RepeatedRows) -> list[str]:
 
 
 def placement_verdict(result: PlaceResult) -> list[str]:
-    """Word a result of `place`."""
+    """Describe a result of `place`."""
     method = "search_replicas" if result.replicas else "search"
     halves, other = result.second_half, result.other_trace
     if halves is None:
@@ -206,7 +216,7 @@ def _before_after(part: JudgedPlacements, method: str) -> tuple[float, float]:
 
 
 def caps_verdict(study: CapStudy, most: float = 0.01) -> list[str]:
-    """Word a study of caps.
+    """Describe a study of caps.
 
     Args:
         study: without its verdict.
@@ -214,7 +224,7 @@ def caps_verdict(study: CapStudy, most: float = 0.01) -> list[str]:
     """
     base = study.way(IN_ORDER)
     assert base.busiest_device is not None
-    lines = [f"{waiting(base.busiest_device, study.devices, f'; {study.judged_on}, in order')}."]
+    lines = [waiting(base.busiest_device, study.devices, f"; {study.judged_on}, experts in order")]
     names = [IN_ORDER]
     if PLACED in study.expert_to_device:
         names.append(PLACED)

@@ -199,10 +199,11 @@ def _observed(
 
     network, tokenizer = load(model, dtype, trust_remote_code)
     with progress() as tell:
-        result = observe_loads(
+        found = observe_loads(
             network, tokenizer, texts, plan=plan, sampling=sampling, progress=tell
         )
-    return result | {"model": model, "verdict": model_verdict(result), **run_facts()}
+    more = {"model": model, "verdict": model_verdict(found), **run_facts()}
+    return found.to_dict() | more
 
 
 def _show(result: Mapping[str, Any]) -> None:

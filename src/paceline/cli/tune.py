@@ -26,7 +26,7 @@ from paceline.cli.sources import load, plan_from_options, read_texts, with_devic
 if TYPE_CHECKING:
     from paceline.plan import Plan
     from paceline.policy import CapacityPolicy
-    from paceline.stand_ins.file import Calibration
+    from paceline.stand_ins.calibration_file import Calibration
 
 PLAN = "plan.toml"
 """In the folder that is written: placements, policies by layer and the calibration's folder."""
@@ -166,9 +166,8 @@ def _fit(
     network: Any, tokenizer: Any, texts: dict[str, str], sampling: Any,
     caps: list[CapacityPolicy], rank: int, devices: int | None, memory: int, out: Path,
 ) -> Calibration:  # fmt: skip
-    from paceline.calibration.collect import calibrate
-    from paceline.calibration.drops import CAPS
-    from paceline.calibration.unfinished import FOLDER
+    from paceline.calibration.collect import FOLDER, calibrate
+    from paceline.calibration.rows import CAPS
 
     with progress() as tell:
         return calibrate(
@@ -204,7 +203,7 @@ def _placed(found: Calibration, trace: str | None, devices: int | None) -> Plan:
 
 
 def _remove_unfinished(out: Path) -> None:
-    from paceline.calibration.unfinished import FOLDER, remove
+    from paceline.calibration.collect import FOLDER, remove
 
     remove(out / FOLDER)
 
@@ -267,7 +266,7 @@ def _base(texts: list[str], bound: float | None) -> CapacityPolicy:
     Raises:
         ValueError: if there are several policies, no factor, or two.
     """
-    from paceline.evaluation.sensitivity import bound_of
+    from paceline.evaluation.layer_factors import bound_of
     from paceline.policy import CapacityPolicy
 
     if len(texts) > 1:
@@ -284,7 +283,7 @@ def _base(texts: list[str], bound: float | None) -> CapacityPolicy:
 
 
 def _loaded(folder: Path | None) -> Calibration | None:
-    from paceline.stand_ins.file import Calibration
+    from paceline.stand_ins.calibration_file import Calibration
 
     return None if folder is None else Calibration.load(folder)
 
@@ -294,7 +293,7 @@ def _choose(
     places: Plan, fitted: Calibration | None, folder: Path | None, out: Path,
 ) -> dict[str, Any]:  # fmt: skip
     """Choose a factor per layer, write the plan, and return what was measured."""
-    from paceline.evaluation.sensitivity import measure_layers
+    from paceline.evaluation.layer_factors import measure_layers
 
     with progress() as tell:
         found = measure_layers(
@@ -314,7 +313,7 @@ def _choose(
     )
     out.mkdir(mode=0o700, parents=True, exist_ok=True)
     plan.save(out / PLAN)
-    return found.to_dict(base) | {"plan": str(out / PLAN)}
+    return found.result(base).to_dict() | {"plan": str(out / PLAN)}
 
 
 def _show_factors(result: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Warnings where users who share a batch or a cache affect each other."""
+"""Warnings that users who share a batch, or cached prefixes, affect each other."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from paceline.policy import CapacityPolicy
 
 
 class SharedBudgetWarning(UserWarning):
-    """Requests of one batch share a budget, so the result of one depends on the others."""
+    """Requests of one batch share a budget, so what one gets depends on the others."""
 
 
 class SharedCacheWarning(UserWarning):
-    """Requests share cached prefixes, which under a cap depend on the tokens that followed them."""
+    """Requests share cached prefixes, which under a cap depend on the tokens behind them."""
 
 
 def shares_budget(policy: CapacityPolicy) -> bool:
@@ -25,24 +25,30 @@ def shares_budget(policy: CapacityPolicy) -> bool:
 
 
 def warn_of_sharing(policy: CapacityPolicy, requests: int, stacklevel: int = 2) -> None:
-    """Warn that this many requests share a budget under `policy`."""
-    remedy = 'set pool="request"' if policy.max_active is None else "leave max_active out"
+    """Warn that requests share a budget under `policy`.
+
+    Args:
+        policy: one that `shares_budget`.
+        requests: number of requests in the batch.
+        stacklevel: as of `warnings.warn`.
+    """
+    apart = 'say pool="request"' if policy.max_active is None else "remove max_active"
     warnings.warn(
-        f'{requests} sequences share one budget under pool="{policy.pool}", so the result of one '
-        f"depends on the others; where they belong to different users, {remedy}.",
+        f'{requests} sequences share one budget under pool="{policy.pool}", so what one of them '
+        f"gets depends on the others; where they belong to different users, {apart}.",
         SharedBudgetWarning,
         stacklevel=stacklevel + 1,
     )
 
 
 def warn_of_shared_cache(remedy: str, stacklevel: int = 2) -> None:
-    """Warn that cached prefixes reveal the tokens that followed them.
+    """Warn that under a cap cached prefixes depend on the tokens behind them.
 
-    A cap ranks the tokens of a chunk against each other, so keys and values of a prefix depend on
+    A cap ranks the tokens of a chunk among each other, so keys and values of a prefix depend on
     the tokens behind it, with request pools too.
 
     Args:
-        remedy: what keeps requests from sharing, in the engine's words.
+        remedy: how to keep requests from sharing, in the engine's terms.
         stacklevel: as of `warnings.warn`.
     """
     warnings.warn(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from paceline.keeps import KEEPS
-from paceline.policy import CapacityPolicy
+from paceline.policy import KEEPS, CapacityPolicy
 from paceline.traces.trace import Trace
 
 

@@ -150,7 +150,7 @@ def test_continuous_batching_reads_few_experts() -> None:
     read: list[list[int]] = []
 
     def watch(_: str, inputs: Any, a: Any) -> None:
-        if bool(a.narrowed):
+        if bool(a.max_active_applies):
             valid = torch.ones(len(a.kept), dtype=torch.bool)
             valid = (valid if inputs.valid is None else inputs.valid).numpy()
             weights = inputs.topk_weights.double().numpy()
@@ -380,9 +380,9 @@ def test_layers_may_differ_and_a_plan_keeps_it(model: Any, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("policy", "placement", "said"),
     [
-        ("max_active=1", None, "max_active=1 can never bind"),
-        ("max_active=2", DEVICES, "at most 2 of the 8 experts"),
-        ("max_active=1,pool=request", DEVICES, 'pool="request"'),
+        ("max_active=1", None, "max_active must allow fewer experts .* got 1: it can never bind"),
+        ("max_active=2", DEVICES, "than a device hosts, here 2 of 8 at most, got 2"),
+        ("max_active=1,pool=request", DEVICES, 'pool must be .* got "request"'),
         ("max_active=1,compensate=true", DEVICES, "needs a calibration"),
         ("max_active=1,pool=source", DEVICES, "needs to know the device .* token_source"),
     ],

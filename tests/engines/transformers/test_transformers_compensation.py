@@ -21,9 +21,8 @@ from model_runs import IMPLEMENTATIONS, fingerprint, implementation, model_of, o
 
 from paceline import CapacityPolicy, attach
 from paceline.plan import Plan
+from paceline.stand_ins.calibration_file import Calibration, CalibrationError, LayerCalibration
 from paceline.stand_ins.compensation import Compensation
-from paceline.stand_ins.file import Calibration, CalibrationError
-from paceline.stand_ins.layer import LayerCalibration
 
 CAP = "capacity_factor=1,unit=expert,min_expert_load=0"
 MIXTRAL = "mixtral"

@@ -18,7 +18,7 @@ from paceline.batches import Batch
 from paceline.calibration.collect import calibrate
 from paceline.evaluation.subject import Subject
 from paceline.plan import Plan
-from paceline.stand_ins.file import CalibrationError
+from paceline.stand_ins.calibration_file import CalibrationError
 from paceline.stand_ins.identity import of_experts
 
 

@@ -1,10 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, attr-defined"
-"""The CUDA kernels of the selection. Nothing is read back; T may be known on the device only.
+"""Triton kernels of the CUDA backend. Nothing is read back; T may be known on the device only.
 
-`prepare` gives every assignment its group and its key and counts groups by block of tokens;
-`threshold`, one program a group, works out the group's places and bisects for the key of the last
-one; `apply` writes what stays. Where max_active rules, `read` finds the experts that a device may
-read and `leave` writes their assignments. No atomics: the result is the same bits every time.
+`prepare` computes every assignment's group and key and counts groups by block of tokens;
+`threshold`, one program per group, computes the group's capacity and bisects for the key of the
+last assignment that fits; `apply` writes what stays. Where max_active applies, `read` finds the
+experts that a device may read and `write_readable` writes their assignments. No atomics: the result
+is the same bits every time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import triton.language as tl
 
 # Strings and numbers that kernels read have to be constexpr globals.
 BY_SLOT, BY_EXPERT, KEYS, CONSTANT, LATEST = (tl.constexpr(i) for i in range(5))
-"""Where the metric is: a float by slot or by expert, a key by slot, none, or the token's index."""
+"""Layout of the metric: a float by slot or by expert, a key by slot, none, or the token's index."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -25,9 +26,9 @@ def prepare(
     DECODE: tl.constexpr, FILL: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
     GROUPS: tl.constexpr, POOLS: tl.constexpr,
 ):  # fmt: skip
-    """group [T, S] int32, key [T, S] in signed order, counts [blocks, GROUPS], tokens [blocks,
-    POOLS] valid tokens of each pool, prompts [blocks, POOLS] (DECODE) those of them that are no
-    decode tokens."""
+    """Write group [T, S] int32, key [T, S] in signed order, counts [blocks, GROUPS], tokens
+    [blocks, POOLS] valid tokens of each pool, prompts [blocks, POOLS] (DECODE) those of them that
+    are no decode tokens."""
     block = tl.program_id(0)
     row = block * BLOCK + tl.arange(0, BLOCK)
     there = row < rows
@@ -81,7 +82,7 @@ def prepare(
 
 @triton.jit
 def _count(keys, n, most, CHUNK: tl.constexpr):
-    """How many of n keys are at most `most`."""
+    """Count the keys, of n, that are at most `most`."""
     count = tl.zeros([CHUNK], tl.int32)
     for first in range(0, n, CHUNK):
         at = first + tl.arange(0, CHUNK)
@@ -97,13 +98,13 @@ def threshold(
     ALONE: tl.constexpr, FILL: tl.constexpr, GROUPS: tl.constexpr, POOLS: tl.constexpr,
     CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Per group: the key below which all stay, and the last index of those equal to it that stay.
+    """Write per group the key below which all stay, and the last index of equal ones that stay.
 
     A pool is capped if it has a prompt token, and if all pools (ALONE: this one) have as many
     tokens as are `needed`; `prompts` may be `tokens`.
 
-    ratios [2, units, 3] int64: places are T * whole + ceil(T * rest / denominator), first of all
-    assignments, then (FILL) of extras. own_keys, own_index [T * S]: scratch.
+    ratios [2, units, 3] int64: capacities are T * whole + ceil(T * rest / denominator), first of
+    all assignments, then (FILL) of extras. own_keys, own_index [T * S]: scratch.
     """
     mine = tl.program_id(0)
     half = pools * units
@@ -183,7 +184,7 @@ def apply(
     ids, weights, group, key, limit, last_tie, kept_ids, kept_weights, kept, size, groups, experts,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes kept_ids [T, S] int64, kept_weights [T, S] (integers of their width), kept [T, S]."""
+    """Write kept_ids [T, S] int64, kept_weights [T, S] (integers of their width), kept [T, S]."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     mine = tl.load(group + at, mask=inside, other=0)
@@ -205,11 +206,13 @@ def read(
     unit, LIMIT: tl.constexpr, VALID: tl.constexpr, POOL: tl.constexpr, MOST: tl.constexpr,
     CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """reads [pools, experts] uint8: 1 where a device may read the expert. A program a device.
+    """Write reads [pools, experts] uint8: 1 where a device may read the expert.
 
-    own [hosts, most] int64: its experts, ascending, E where there are no more. places [hosts]
-    int64: how many it may read, if fewer than `needed` tokens are valid. keys [pools, hosts, MOST]
-    int64: scratch. A weight counts as at most LIMIT, and 1 is `unit` units.
+    One program per device and pool.
+
+    own [hosts, most] int64: its experts, ascending, padded with E. places [hosts] int64: number
+    that it may read, if fewer than `needed` tokens are valid. keys [pools, hosts, MOST] int64:
+    scratch. A weight counts as at most LIMIT, and 1 is `unit` units.
     """
     host, home = tl.program_id(0), tl.program_id(1)
     tokens = rows
@@ -224,7 +227,7 @@ def read(
     places_here = tl.load(places + host)
     ahead = tl.zeros([MOST], tl.int32)
     if tokens < needed:
-        total, wanted = tl.zeros([MOST], tl.int64), tl.zeros([MOST], tl.int32)
+        total, chosen_by = tl.zeros([MOST], tl.int64), tl.zeros([MOST], tl.int32)
         for first in range(0, rows * slots, CHUNK):
             at = first + tl.arange(0, CHUNK)
             there = at < rows * slots
@@ -242,8 +245,8 @@ def read(
             units = (weight * unit).to(tl.int64)
             hit = live[:, None] & (chosen[:, None] == expert[None, :])
             total += tl.sum(tl.where(hit, units[:, None], 0), 0)
-            wanted += tl.sum(hit.to(tl.int32), 0)
-        key = tl.where((wanted > 0) & (column < most), -total, 1 << 62)  # a smaller one is read
+            chosen_by += tl.sum(hit.to(tl.int32), 0)
+        key = tl.where((chosen_by > 0) & (column < most), -total, 1 << 62)  # a smaller one is read
         scratch = keys + (home * hosts + host) * MOST
         tl.store(scratch + column, key)
         tl.debug_barrier()  # what this program wrote it now reads
@@ -259,11 +262,11 @@ def read(
 
 
 @triton.jit(do_not_specialize=["size"])
-def leave(
+def write_readable(
     ids, weights, valid, pool, reads, kept_ids, kept_weights, kept, size, slots, experts,
     VALID: tl.constexpr, POOL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes kept_ids [T, S] int64, kept_weights [T, S] (integers of their width), kept [T, S]."""
+    """Write kept_ids [T, S] int64, kept_weights [T, S] (integers of their width), kept [T, S]."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     token = at // slots

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.routing import RoutingInputs
-from paceline.traces.chunk import FACTS, PER_CHOICE, Chunk
+from paceline.traces.chunk import DEFAULTS, FACTS, PER_CHOICE, Chunk
 from paceline.traces.format import MODALITIES, PHASES, UNKNOWN, Header, TraceError
 
 _CODES = [
@@ -19,8 +19,6 @@ _CODES = [
     for modality in (*range(len(MODALITIES)), UNKNOWN)
 ]
 """Every pair of phase and modality, in the order of the groups that counts are kept in."""
-_MEANT = {"valid": 1, "phase": UNKNOWN, "modality": UNKNOWN, "priority": 0}
-"""What holds for the rows of a layer that was told nothing."""
 _DTYPES = {
     "valid": torch.bool, "phase": torch.uint8, "modality": torch.uint8, "request": torch.int64,
     "source": torch.int32, "priority": torch.int8,
@@ -29,11 +27,11 @@ _DTYPES = {
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """A forward on the host.
+    """A forward that has ended, on the host.
 
     Attributes:
         layers: tensors of each layer by name, [rows of the layer, ...]; empty where it didn't run.
-        ks: experts a token of each layer, None where it didn't run.
+        ks: experts per token of each layer, None where it didn't run.
         requests: labels of requests are below this.
     """
 
@@ -43,12 +41,12 @@ class Recorded:
 
     @property
     def rows(self) -> int:
-        """Rows of the layer with the most."""
+        """Number of rows of the layer with the most."""
         return max((layer["ids"].shape[0] for layer in self.layers if "ids" in layer), default=0)
 
     @property
     def bytes(self) -> int:
-        """Memory that it takes."""
+        """Size of all tensors in bytes."""
         return sum(t.numel() * t.element_size() for layer in self.layers for t in layer.values())
 
 
@@ -66,22 +64,22 @@ class Forward:
         self._content = content
 
     def has(self, layer: int) -> bool:
-        """Whether a layer has run in this forward."""
+        """Check if a layer has run in this forward."""
         return self._ks[layer] is not None
 
     def add(
         self, layer: int, inputs: RoutingInputs, modality: Mapping[str, Tensor] | None, known: bool
     ) -> None:
-        """Keep what a layer got.
+        """Keep the routing inputs of a layer.
 
         Args:
             layer: index of it.
-            inputs: as routing got them.
+            inputs: of routing.
             modality: name -> [tokens] bool, text where none is True; None: unknown.
-            known: whether the forward is known, and so which tokens decode.
+            known: the forward is known, and so which tokens decode.
 
         Raises:
-            TraceError: if scores of all experts are wanted and the layer doesn't tell them.
+            TraceError: if scores of all experts are to be recorded and the layer has none.
         """
         self._ks[layer] = inputs.topk_ids.shape[1]
         facts = _facts(inputs, modality, known)
@@ -95,14 +93,14 @@ class Forward:
             if self._content == "scores":
                 kept["scores"] = inputs.scores.float()
         elif self._content == "scores":
-            raise TraceError("a layer of this model doesn't tell the scores of all experts.")
+            raise TraceError("a layer of this model doesn't give the scores of all experts.")
         elif inputs.topk_scores is not None:
             kept["topk_scores"] = inputs.topk_scores.float()
         # the model may go on to change what it owns
         self._layers[layer] = {name: tensor.detach().clone() for name, tensor in kept.items()}
 
     def recorded(self, first_request: int) -> Recorded:
-        """All of it on the host, once it has ended; requests get labels from `first_request` on."""
+        """Copy all of it to the host; requests get labels from `first_request` on."""
         layers, requests = [], first_request
         for kept in self._layers:
             layer = {name: tensor.cpu() for name, tensor in kept.items()}
@@ -114,14 +112,14 @@ class Forward:
 
 
 def chunk_of(forwards: Sequence[Recorded], header: Header) -> Chunk:
-    """A chunk of these forwards."""
+    """Make a chunk of forwards."""
     if header.content == "counts":
         return _chunk_of_counts(forwards, header)
     starts = torch.tensor([0, *(forward.rows for forward in forwards)]).cumsum(0)
     tensors: dict[str, Tensor] = {}
     for name in (*PER_CHOICE, *FACTS):
-        told = [name in layer for forward in forwards for layer in forward.layers if layer]
-        if name != "valid" and not (any(told) if name in _MEANT else all(told)):
+        known = [name in layer for forward in forwards for layer in forward.layers if layer]
+        if name != "valid" and not (any(known) if name in DEFAULTS else all(known)):
             continue  # a fact that isn't known of every row is left out
         dtype = _dtype(name, forwards, header)
         parts = [_stacked(name, forward, dtype, header) for forward in forwards]
@@ -134,15 +132,15 @@ def chunk_of(forwards: Sequence[Recorded], header: Header) -> Chunk:
 def _facts(
     inputs: RoutingInputs, modality: Mapping[str, Tensor] | None, known: bool
 ) -> dict[str, Tensor]:
-    """Facts of [tokens] by name, those that are known."""
+    """Return the known facts [tokens] by name."""
     rows, device = inputs.topk_ids.shape[0], inputs.topk_ids.device
-    given = {
+    stated = {
         "valid": inputs.valid,
         "request": inputs.token_request,
         "source": inputs.token_source,
         "priority": inputs.token_priority,
     }
-    facts = {name: tensor for name, tensor in given.items() if tensor is not None}
+    facts = {name: tensor for name, tensor in stated.items() if tensor is not None}
     if known:
         decode = inputs.token_decode
         facts["phase"] = (
@@ -157,7 +155,7 @@ def _facts(
 
 
 def _counted(inputs: RoutingInputs, facts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """counts [groups, experts] and rows [groups] of one layer, on its device."""
+    """Count assignments [groups, experts] and rows [groups] of one layer, on its device."""
     experts, ids = inputs.experts(None), inputs.topk_ids.long()
     blank = torch.full(ids.shape[:1], UNKNOWN, dtype=torch.uint8, device=ids.device)
     phase, modality = (facts.get(name, blank).long() for name in ("phase", "modality"))
@@ -198,7 +196,7 @@ def _chunk_of_counts(forwards: Sequence[Recorded], header: Header) -> Chunk:
 def _dtype(name: str, forwards: Sequence[Recorded], header: Header) -> torch.dtype:
     if name in FACTS:
         return _DTYPES[name]
-    if name == "ids":  # what holds every expert, and the number of experts for none
+    if name == "ids":  # to hold every expert, and the number of experts for none
         few = ((256, torch.uint8), (1 << 15, torch.int16))
         return next((dtype for limit, dtype in few if header.experts < limit), torch.int32)
     found = [layer[name].dtype for f in forwards for layer in f.layers if name in layer]
@@ -206,19 +204,19 @@ def _dtype(name: str, forwards: Sequence[Recorded], header: Header) -> torch.dty
 
 
 def _stacked(name: str, forward: Recorded, dtype: torch.dtype, header: Header) -> Tensor:
-    """[layers, rows, ...] of one forward; a layer with fewer rows has padding behind them."""
+    """Stack one forward to [layers, rows, ...]; a layer with fewer rows has padding behind them."""
     layers = []
     for layer, described in zip(forward.layers, header.layers, strict=True):
-        own, meant = layer.get(name), _MEANT.get(name, 0)
+        own, default = layer.get(name), DEFAULTS.get(name, 0)
         rows = layer["ids"].shape[0] if layer else 0
         if name == "ids":
-            meant = described.experts
+            default = described.experts
             if own is not None:
-                own = torch.where((own >= 0) & (own < meant), own.long(), meant)
+                own = torch.where((own >= 0) & (own < default), own.long(), default)
         shape = [forward.rows]
         if name in PER_CHOICE:
             shape.append(header.experts if name == "scores" else max(k or 0 for k in forward.ks))
-        whole = torch.full(shape, meant, dtype=dtype)
+        whole = torch.full(shape, default, dtype=dtype)
         if own is not None and name in PER_CHOICE:
             whole[:rows, : own.shape[1]] = own
         elif own is not None:
@@ -231,7 +229,7 @@ def _stacked(name: str, forward: Recorded, dtype: torch.dtype, header: Header) -
 
 
 def _fact(parts: Sequence[Tensor]) -> Tensor:
-    """[layers, rows] facts of several forwards, [rows] where all layers have the same."""
+    """Join facts [layers, rows] of several forwards; [rows] where all layers have the same."""
     whole = torch.cat(list(parts), 1)
     same: Tensor = (whole == whole[:1]).all()
     return whole[0].clone() if same else whole

@@ -1,6 +1,6 @@
-"""Keep the best C of every unit: one entry for every policy, several backends.
+"""Backends: which assignments each unit keeps, computed in several ways with one answer.
 
-The order inside a unit is total, so that all ranks and backends decide alike: genuine before
+The order within a unit is total, so that all ranks and backends decide alike: genuine before
 extra (where extras only fill), priority class, ranking key, token, slot. Every backend gives the
 same answer to the bit; `plain` is the reference.
 
@@ -24,10 +24,9 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from paceline.routing.budget import Budget
-from paceline.routing.candidates import Candidates
+from paceline.routing.assignment import Candidates, Survivors
 from paceline.routing.inputs import RoutingInputs
-from paceline.routing.survivors import Survivors
+from paceline.routing.limits import Budget
 
 BACKENDS = {"plain": None, "native": "numba", "cuda": "triton"}
 """Name -> the library that it needs beyond torch."""
@@ -37,30 +36,30 @@ BACKEND_VARIABLE = "PACELINE_BACKEND"
 
 
 class Backend(Protocol):
-    """A module of `paceline.routing.kernels`."""
+    """A module of `paceline.routing.backends`."""
 
     on_host: bool
-    """Whether it reads how many tokens there are, and so which of the two caps rules."""
+    """True if it reads the number of tokens, and so knows which of the two caps applies."""
 
     def expanded(self, budget: Budget) -> Candidates:
-        """The model's own choice and the extras that the policy allows."""
+        """Return the model's own choice and the extras that the policy allows."""
 
-    def narrow(self, budget: Budget, candidates: Candidates) -> Survivors | None:
-        """The candidates whose experts max_active lets their devices read, in each pool.
+    def limit_active(self, budget: Budget, candidates: Candidates) -> Survivors | None:
+        """Keep the candidates whose experts max_active lets their devices read, in each pool.
 
-        All of them where it does not rule; None where that is known on the host.
+        All of them if it does not apply; None if the host knows that it doesn't.
         """
 
     def keep_best(self, budget: Budget, candidates: Candidates, fill: bool = False) -> Survivors:
-        """The first of each unit that its places allow.
+        """Keep the first of each unit, as many as its capacity allows.
 
-        With `fill`, extras come after all genuine ones of the unit, and may only take places that
-        the policy's `fill_factor` gives.
+        With `fill`, extras rank after all genuine ones of the unit, and the unit takes them only up
+        to the policy's `fill_factor`.
         """
 
 
 def backend_for(inputs: RoutingInputs) -> Backend:
-    """The backend that suits these tensors, or the forced one."""
+    """Return the fastest backend for these tensors, or the forced one."""
     if _forced is not None:
         return _module(_forced)
     ids, weights = inputs.topk_ids, inputs.topk_weights
@@ -96,7 +95,7 @@ def _checked(name: str | None) -> str | None:
     if name is None or name == "":
         return None
     if name not in BACKENDS:
-        raise ValueError(f"backend={name!r} is not allowed: it is one of {', '.join(BACKENDS)}.")
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {name!r}")
     if not _installed(name):
         raise ValueError(f"backend={name!r} needs {BACKENDS[name]}, which is not installed.")
     return name
@@ -110,7 +109,7 @@ def _installed(name: str) -> bool:
 
 @lru_cache
 def _module(name: str) -> Backend:
-    return cast(Backend, importlib.import_module(f"paceline.routing.kernels.{name}"))
+    return cast(Backend, importlib.import_module(f"paceline.routing.backends.{name}"))
 
 
 _forced = _checked(os.environ.get(BACKEND_VARIABLE))

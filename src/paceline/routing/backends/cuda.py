@@ -1,4 +1,4 @@
-"""The selection on CUDA tensors: a few Triton launches, no host sync, static shapes."""
+"""The backend for CUDA tensors: a few Triton launches, no host sync, static shapes."""
 
 from __future__ import annotations
 
@@ -10,34 +10,32 @@ import triton
 from torch import Tensor
 
 from paceline.routing.active import WEIGHT_LIMIT, hosts_of, weight_unit
-from paceline.routing.budget import Budget, Units
-from paceline.routing.candidates import Candidates
-from paceline.routing.capacity import MAX_TOKENS, small_ratio
-from paceline.routing.constants import table
-from paceline.routing.kernels import plain
-from paceline.routing.kernels import triton_kernels as kernels
-from paceline.routing.ranking import contributions, ranking_key, require_scores
-from paceline.routing.survivors import Survivors
+from paceline.routing.assignment import Candidates, Survivors
+from paceline.routing.backends import plain
+from paceline.routing.backends import triton_kernels as kernels
+from paceline.routing.cached import table
+from paceline.routing.limits import MAX_TOKENS, Budget, Units, capacity_ratio, split_ratio
+from paceline.routing.ranking import contributions, priority_key, ranking_key, require_scores
 
 expanded, on_host = plain.expanded, False
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_GROUPS = 2048
-"""Groups beyond which the tables of a block outgrow the tokens: requests as pools. Then torch."""
+"""Groups beyond which a block's tables outgrow the tokens (request pools); `plain` from there."""
 
 _MOST_PROGRAMS = 4096
-"""Devices times pools beyond which each of them reads all tokens too often. Then torch."""
+"""Devices times pools beyond which all tokens are read too often; `plain` from there."""
 
 
-def narrow(budget: Budget, candidates: Candidates) -> Survivors | None:
-    """See `paceline.routing.selection.Backend`."""
+def limit_active(budget: Budget, candidates: Candidates) -> Survivors | None:
+    """See `Backend`."""
     most, experts, valid = budget.policy.max_active, budget.num_experts, budget.inputs.valid
     assert most is not None
     hosts = hosts_of(budget.placement, most)
     rows, slots = candidates.ids.shape
     pools = 1 if budget.policy.pool == "batch" else budget.pools.count
     if rows == 0 or pools * len(hosts.places) > _MOST_PROGRAMS:
-        return plain.narrow(budget, candidates)
+        return plain.limit_active(budget, candidates)
     ids, weights = candidates.ids.contiguous(), candidates.weights.detach().contiguous()
     like, device = budget.inputs.topk_ids, ids.device
     of_token = None if pools == 1 else budget.pools.of_token
@@ -55,7 +53,7 @@ def narrow(budget: Budget, candidates: Candidates) -> Survivors | None:
             weight_unit(budget.tokens_needed, budget.k), WEIGHT_LIMIT, valid is not None,
             of_token is not None, wide, max(16, min(256, 8192 // wide)), max(2, 4096 // wide),
         )  # fmt: skip
-        kernels.leave[(triton.cdiv(rows * slots, 1024),)](
+        kernels.write_readable[(triton.cdiv(rows * slots, 1024),)](
             ids, weights.view(bits), _bytes(valid, ids), _or(of_token, ids), reads, kept_ids,
             kept_weights.view(bits), kept, rows * slots, slots, experts, valid is not None,
             of_token is not None, 1024,
@@ -64,7 +62,7 @@ def narrow(budget: Budget, candidates: Candidates) -> Survivors | None:
 
 
 def keep_best(budget: Budget, candidates: Candidates, fill: bool = False) -> Survivors:
-    """See `paceline.routing.selection.Backend`."""
+    """See `Backend`."""
     policy, units = budget.policy, budget.units
     rows, slots = candidates.ids.shape
     pools = 1 if policy.pool == "batch" else budget.pools.count
@@ -74,7 +72,7 @@ def keep_best(budget: Budget, candidates: Candidates, fill: bool = False) -> Sur
     ids, weights = candidates.ids.contiguous(), candidates.weights.detach().contiguous()
     device, like = ids.device, budget.inputs.topk_ids
     of_token = None if policy.pool == "batch" else budget.pools.of_token
-    valid, priority = budget.inputs.valid, budget.priority
+    valid, priority = budget.inputs.valid, priority_key(budget.inputs, policy)
     decode = budget.inputs.token_decode if policy.phase == "prefill" else None
     metric, kind = _metric(budget, candidates)
     assert policy.factor is not None
@@ -118,7 +116,7 @@ def keep_best(budget: Budget, candidates: Candidates, fill: bool = False) -> Sur
 
 
 def _metric(budget: Budget, candidates: Candidates) -> tuple[Tensor, int]:
-    """What ranks the assignments, and where each finds its own."""
+    """Return the metric that ranks assignments, and its layout: one of the kernels' constants."""
     inputs, keep = budget.inputs, budget.policy.keep
     if keep == "score" and inputs.scores is not None:
         return inputs.scores.float().contiguous(), kernels.BY_EXPERT.value
@@ -139,12 +137,11 @@ def _metric(budget: Budget, candidates: Candidates) -> tuple[Tensor, int]:
 def _ratios(
     units: Units, factors: tuple[Fraction, ...], k: int
 ) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-    """[factors, units, 3] whole, rest, denominator of the places that a unit has for each token."""
+    """Return [factors, units, 3]: the parts of each unit's capacity, see `split_ratio`."""
 
     def row(factor: Fraction, size: int) -> tuple[int, int, int]:
-        numerator, denominator = small_ratio(factor * k * size / units.num_experts, MAX_TOKENS)
-        whole, rest = divmod(numerator, denominator)
-        return min(whole, 1 << 20), rest, denominator  # no token has so many assignments
+        whole, *rest = split_ratio(capacity_ratio(factor, k, size, units.num_experts))
+        return min(whole, 1 << 20), *rest  # no token has so many assignments
 
     return tuple(
         tuple(row(factor, units.sizes[size]) for size in units.size_of) for factor in factors

@@ -1,4 +1,4 @@
-"""The selection in plain torch, for any device: one sort of packed integers. The reference."""
+"""The reference backend, in plain torch for any device: one sort of packed integers."""
 
 from __future__ import annotations
 
@@ -6,27 +6,24 @@ import torch
 from torch import Tensor
 
 from paceline.routing.active import WEIGHT_LIMIT, hosts_of, weight_unit
-from paceline.routing.assignment import unit_groups
-from paceline.routing.budget import Budget
-from paceline.routing.candidates import Candidates, expanded_candidates
-from paceline.routing.capacity import INT64_MAX
-from paceline.routing.constants import table
+from paceline.routing.assignment import Candidates, Survivors, unit_groups
+from paceline.routing.cached import table
+from paceline.routing.expansion import expanded_candidates
 from paceline.routing.keys import KEY_BITS
+from paceline.routing.limits import INT64_MAX, Budget
 from paceline.routing.pools import position_in_run
-from paceline.routing.priority import PRIORITY_BITS
-from paceline.routing.ranking import ranking_key
-from paceline.routing.survivors import Survivors
+from paceline.routing.ranking import PRIORITY_BITS, priority_key, ranking_key
 
 on_host = False
 
 
 def expanded(budget: Budget) -> Candidates:
-    """The model's own choice and the extras that the policy allows."""
+    """See `Backend`."""
     return expanded_candidates(budget.inputs, budget.policy, budget.placement, budget.capped_token)
 
 
-def narrow(budget: Budget, candidates: Candidates) -> Survivors | None:
-    """See `paceline.routing.selection.Backend`."""
+def limit_active(budget: Budget, candidates: Candidates) -> Survivors | None:
+    """See `Backend`."""
     most, pools, experts = budget.policy.max_active, budget.pools, budget.num_experts
     assert most is not None
     hosts = hosts_of(budget.placement, most)
@@ -39,7 +36,7 @@ def narrow(budget: Budget, candidates: Candidates) -> Survivors | None:
         expert, candidates.weights.detach(), weight_unit(budget.tokens_needed, budget.k),
         table(hosts.experts, like), table(hosts.places, like), pools.count, experts,
     )  # fmt: skip
-    kept = candidates.offered & (read.flatten()[expert] | ~budget.narrowed)
+    kept = candidates.offered & (read.flatten()[expert] | ~budget.max_active_applies)
     return Survivors.of(candidates, kept)
 
 
@@ -52,23 +49,23 @@ def experts_read(
     pools: int,
     experts: int,
 ) -> Tensor:
-    """[pools, experts + 1] bool: which experts get tokens where max_active rules.
+    """Choose the experts that get tokens where max_active applies: [pools, experts + 1] bool.
 
     Args:
-        expert: [tokens, k] pool * (experts + 1) + expert; the last of a pool stands for none.
+        expert: [tokens, k] pool * (experts + 1) + expert; the last of a pool is no expert.
         weights: [tokens, k].
         unit: of `weight_unit`.
-        own: [hosts, most] experts of each device, ascending; the number of experts for no more.
-        places: [hosts] how many of them it may read.
+        own: [hosts, most] experts of each device, ascending, padded with the number of experts.
+        places: [hosts] number of them that it may read.
         pools: of tokens.
         experts: of the layer.
     """
     count = torch.zeros(pools * (experts + 1), dtype=torch.int64, device=expert.device)
-    wanted = count.scatter_add(0, expert.flatten(), torch.ones_like(expert).flatten()) > 0
+    chosen = count.scatter_add(0, expert.flatten(), torch.ones_like(expert).flatten()) > 0
     limited = weights.double().nan_to_num(nan=0.0).clamp(-WEIGHT_LIMIT, WEIGHT_LIMIT)
     total = count.scatter_add(0, expert.flatten(), (limited * unit).long().flatten())
 
-    key = torch.where(wanted, -total, INT64_MAX).view(pools, experts + 1)[:, own]
+    key = torch.where(chosen, -total, INT64_MAX).view(pools, experts + 1)[:, own]
     key = torch.where(own < experts, key, INT64_MAX)
     # experts ascend in a row, so a stable sort sends ties to the smaller one
     order = torch.sort(key, dim=2, stable=True).indices
@@ -80,20 +77,21 @@ def experts_read(
 
 
 def keep_best(budget: Budget, candidates: Candidates, fill: bool = False) -> Survivors:
-    """See `paceline.routing.selection.Backend`."""
+    """See `Backend`."""
     policy = budget.policy
     assert policy.factor is not None
-    places = budget.places(policy.factor, candidates.safe_ids)
+    capacity = budget.capacity_of(policy.factor, candidates.safe_ids)
     if fill:
         slots = torch.arange(candidates.ids.shape[1], device=budget.device)
         extra = slots >= candidates.k
-        places = torch.where(extra, budget.places(policy.fill_factor, candidates.safe_ids), places)
+        filled = budget.capacity_of(policy.fill_factor, candidates.safe_ids)
+        capacity = torch.where(extra, filled, capacity)
     kept = first_of_each_group(
         unit_groups(budget, candidates.safe_ids, candidates.offered),
         budget.pools.count * budget.units.count,
-        places,
+        capacity,
         ranking_key(policy, candidates, budget.pools.rank),
-        budget.priority,
+        priority_key(budget.inputs, policy),
         genuine_slots=candidates.k if fill else None,
     )
     return Survivors.of(candidates, kept)
@@ -104,10 +102,10 @@ def first_of_each_group(
     num_groups: int,
     capacity: Tensor,
     key: Tensor,
-    priority_key: Tensor | None = None,
+    priority: Tensor | None = None,
     genuine_slots: int | None = None,
 ) -> Tensor:
-    """Whether each assignment is among the first `capacity` of its group.
+    """Keep the first `capacity` assignments of each group.
 
     One sort of packed integers: group | extra | priority | key. The sort is stable and rows are in
     token order, so ties fall to the smaller token, then the smaller slot.
@@ -115,24 +113,24 @@ def first_of_each_group(
     Args:
         group: [tokens, slots] int64 unit of a pool, in [0, num_groups); num_groups: no assignment.
         num_groups: units times pools.
-        capacity: int64, broadcastable to [tokens, slots]: places in the assignment's group, as
-            this assignment may count them.
+        capacity: int64, broadcastable to [tokens, slots]: of the assignment's group, as it applies
+            to this assignment.
         key: [tokens, slots] int64 in [0, 2 ** 32), smaller first.
-        priority_key: [tokens] int64 in [0, 2 ** 9), smaller first, decided before `key`.
-        genuine_slots: slots from this one on come after all others of the group.
+        priority: [tokens] int64 in [0, 2 ** 9), smaller first, compared before `key`.
+        genuine_slots: slots from this one on rank after all others of the group.
 
     Returns:
         [tokens, slots] bool.
     """
     minor, minor_bits, shape = key, KEY_BITS, group.shape
-    if priority_key is not None:
-        minor = (priority_key.unsqueeze(1) << minor_bits) | minor
+    if priority is not None:
+        minor = (priority.unsqueeze(1) << minor_bits) | minor
         minor_bits += PRIORITY_BITS
     if genuine_slots is not None:
         extra = torch.arange(shape[1], device=group.device) >= genuine_slots
         minor = (extra.long() << minor_bits) | minor
         minor_bits += 1
-    # What is no longer needed is let go of: the largest batches are bound by memory.
+    # Deleted as soon as possible: the largest batches are bound by memory.
     if num_groups < 1 << (63 - minor_bits):
         packed = group << minor_bits
         packed |= minor

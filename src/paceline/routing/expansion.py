@@ -1,7 +1,6 @@
-"""The assignments a token may have: its top-k, and with expansion further experts.
+"""Expanded Drop: before the cap a token considers further experts, the extras.
 
-Expanded Drop (He et al., arXiv 2503.05066, section 4.3): before the cap, a token considers
-further experts, so that idle capacity does useful work.
+So idle capacity does useful work (He et al., arXiv 2503.05066, section 4.3).
 """
 
 from __future__ import annotations
@@ -11,76 +10,26 @@ from torch import Tensor
 
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
-from paceline.routing.constants import table
+from paceline.routing.assignment import Candidates, topk_candidates
+from paceline.routing.cached import table
 from paceline.routing.inputs import RoutingInputs
 from paceline.routing.keys import KEY_BITS, descending_key
-from paceline.routing.lazy import lazy
 from paceline.routing.pools import token_devices
-
-
-class Candidates:
-    """Assignments that compete for capacity: slots 0..k-1 genuine, then the extras, best first.
-
-    Attributes:
-        inputs: of the layer.
-        num_experts: experts of the layer, E.
-        ids: [tokens, slots] any integer dtype; outside [0, E): no assignment.
-        weights: [tokens, slots] combine weights.
-    """
-
-    def __init__(self, inputs: RoutingInputs, num_experts: int, ids: Tensor, weights: Tensor):
-        self.inputs, self.num_experts, self.ids, self.weights = inputs, num_experts, ids, weights
-        self.k = inputs.topk_ids.shape[1]
-
-    @lazy
-    def offered(self) -> Tensor:
-        """[tokens, slots] bool: an assignment (in range, of a valid token)."""
-        in_range = (self.ids >= 0) & (self.ids < self.num_experts)
-        valid = self.inputs.valid
-        return in_range if valid is None else in_range & valid.unsqueeze(1)
-
-    @lazy
-    def safe_ids(self) -> Tensor:
-        """[tokens, slots] int64 in [0, E), 0 where nothing is offered."""
-        return torch.where(self.offered, self.ids.long(), 0)
-
-    @property
-    def scores(self) -> Tensor | None:
-        """[tokens, slots] float32 gate scores, None where none are known; gathered anew."""
-        if self.inputs.scores is not None:
-            return self.inputs.scores.gather(1, self.safe_ids).float()
-        return None if self.inputs.topk_scores is None else self.inputs.topk_scores.float()
-
-    @property
-    def genuine(self) -> Candidates:
-        """The first k slots alone."""
-        ids, weights = self.ids[:, : self.k], self.weights[:, : self.k]
-        return Candidates(self.inputs, self.num_experts, ids, weights)
-
-    def withdraw(self, keep: Tensor) -> Candidates:
-        """Offer only what is in `keep`, [tokens, slots] bool."""
-        ids = torch.where(keep, self.ids.long(), self.num_experts)
-        return Candidates(self.inputs, self.num_experts, ids, self.weights)
-
-
-def topk_candidates(inputs: RoutingInputs, num_experts: int) -> Candidates:
-    """The model's own choice."""
-    return Candidates(inputs, num_experts, inputs.topk_ids, inputs.topk_weights)
 
 
 def expanded_candidates(
     inputs: RoutingInputs, policy: CapacityPolicy, placement: ExpertPlacement, capped: Tensor
 ) -> Candidates:
-    """The model's own choice and, for tokens that are `capped`, the extras the policy allows.
+    """Return the model's own choice and, for tokens that are `capped`, the allowed extras.
 
-    An extra's weight is its score times the token's own scale, the sum of the weights over the
-    sum of the scores of its top-k: what the model would have given it.
+    An extra's weight is its score times the token's own scale, which is the sum of the weights over
+    the sum of the scores of its top-k: the weight that the model would have given it.
 
     Args:
         inputs: with scores of all experts.
         policy: with `expand`.
         placement: of the experts.
-        capped: [tokens] or [1] bool: whose pool is capped, and so expanded.
+        capped: [tokens] or [1] bool: True where the pool is capped, and so expanded.
 
     Raises:
         ValueError: if scores of all experts, or sources that `expand` needs, are missing.
@@ -116,7 +65,7 @@ def expanded_candidates(
     return Candidates(
         inputs,
         placement.num_experts,
-        ids=torch.cat([chosen.withdraw(chosen.offered).ids, ids], 1),
+        ids=torch.cat([chosen.only(chosen.offered).ids, ids], 1),
         weights=torch.cat([chosen.weights, weights], 1),
     )
 
@@ -124,7 +73,7 @@ def expanded_candidates(
 def _candidate_ids(
     inputs: RoutingInputs, policy: CapacityPolicy, placement: ExpertPlacement, chosen: Candidates
 ) -> Tensor:
-    """[tokens, candidates] ascending expert ids, num_experts where there is no candidate."""
+    """Return [tokens, candidates] ascending expert ids, num_experts for no candidate."""
     device, num_experts = chosen.ids.device, placement.num_experts
     largest = max(placement.sizes)
     if policy.expand == "own_device":
@@ -146,16 +95,38 @@ def _candidate_ids(
 
 
 def _is_chosen(ids: Tensor, chosen: Candidates, num_experts: int) -> Tensor:
-    """[tokens, candidates] whether an expert is among the token's own top-k."""
+    """Return [tokens, candidates] bool: True where an expert is among the token's own top-k."""
     rows = torch.zeros((ids.shape[0], num_experts + 1), dtype=torch.bool, device=ids.device)
     rows = rows.scatter(1, torch.where(chosen.offered, chosen.ids.long(), num_experts), True)
     return rows.gather(1, ids)
 
 
 def _token_sums(chosen: Candidates) -> tuple[Tensor, Tensor]:
-    """[tokens] float64 sums of the weights and of the scores of a token's top-k."""
+    """Sum the weights and the scores of each token's top-k: [tokens] float64 each."""
     scores = chosen.scores
     assert scores is not None
     weight_sum = torch.where(chosen.offered, chosen.weights, 0).double().sum(1)
     score_sum = torch.where(chosen.offered, scores, 0).double().sum(1)
     return weight_sum, score_sum
+
+
+def best_extras(candidates: Candidates, free: Tensor) -> Candidates:
+    """Offer only the `free` [tokens] best extras of each token."""
+    genuine, extra = candidates.offered.tensor_split([candidates.k], dim=1)
+    best = extra & (extra.long().cumsum(1) <= free.unsqueeze(1))
+    return candidates.only(torch.cat([genuine, best], 1))
+
+
+def trim(candidates: Candidates, kept: Tensor, max_experts: int) -> Tensor:
+    """Drop the lowest scores of tokens with more than `max_experts`: [tokens, slots] bool kept.
+
+    Where a pool is not capped no token has more: it has no extras there.
+    """
+    scores = candidates.scores
+    assert scores is not None
+    key = torch.where(kept, descending_key(scores), 1 << KEY_BITS)
+    order = torch.sort(key, dim=1, stable=True).indices
+    rank = torch.empty_like(order).scatter_(
+        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
+    )
+    return kept & (rank < max_experts)
