@@ -153,7 +153,7 @@ class AttachedLayer:
             self._patch = None
 
     def replace_experts(self, replaced: ReplacedExperts | None) -> None:
-        """Have experts computed by another function; None: by the layer itself again."""
+        """Replace the way to run experts; None: the layer's own again."""
         self._replaced = replaced
 
     # -- a forward --------------------------------------------------------------------------------
