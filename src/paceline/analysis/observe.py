@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from paceline.analysis.degenerate import LayerEvidence, reasons
 from paceline.balance import combine_peaks, straggler_loss
-from paceline.batches import Batch, Sampling, check_length, make_batches
+from paceline.batches import Sampling, check_length, make_batches, run_batch
 from paceline.facts import Facts
 from paceline.placement import ExpertPlacement, describe_placements
 from paceline.plan import Plan
@@ -66,7 +65,7 @@ def observe_loads(
 
         pace.watch(add_evidence, Facts(scores=True, all_scores=True))
         for done, batch in enumerate(batches, start=1):
-            _run(model, batch)
+            run_batch(model, batch)
             if progress is not None:
                 progress(done, len(batches), f"{batch.ids.numel()} tokens")
         policies, layers = pace.policies, pace.stats().to_dict()["layers"]
@@ -158,16 +157,3 @@ def overall(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         read = [layer[f"most_active_experts_{when}"] for layer in layers]
         result[f"most_active_experts_{when}"] = sum(read) / len(read)
     return result
-
-
-def _run(model: Any, batch: Batch) -> None:
-    import torch
-
-    # Loads need no logits: where the model can leave them out, that saves the largest buffer.
-    spare = "logits_to_keep" in inspect.signature(model.forward).parameters
-    with torch.no_grad():
-        model(
-            input_ids=batch.ids.to(model.device),
-            use_cache=False,
-            **({"logits_to_keep": 1} if spare else {}),
-        )

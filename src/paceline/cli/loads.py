@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,11 +15,10 @@ from paceline.cli.output import (
     emit,
     guarded,
     print_lines,
+    print_table,
     progress,
     run_facts,
-    table,
 )
-from paceline.cli.output import console as terminal
 from paceline.cli.sources import load, plan_files, plan_from_options, read_texts, read_trace
 from paceline.shipped import DEMO
 
@@ -208,23 +207,21 @@ def _observed(
 def _show(result: Mapping[str, Any]) -> None:
     from paceline.text import percent, times
 
-    capped = result["policy"] is not None
-    shown = table(
+    def row(layer: Mapping[str, Any]) -> Iterator[str]:
+        yield layer["name"]
+        yield str(layer["busiest_expert"])
+        yield times(layer["expert_peak_to_mean_before"])
+        yield str(layer["busiest_device"])
+        yield times(layer["device_peak_to_mean_before"])
+        yield percent(layer["straggler_loss_before"])
+        if result["policy"] is not None:
+            yield percent(layer["dropped_share"])
+            yield times(layer["device_peak_to_mean_after"])
+
+    columns = ("layer", "expert", "× mean", "device", "× mean", "waits")
+    print_table(
         "Busiest expert and device of every layer; how long an average device waits",
-        "layer", "expert", "× mean", "device", "× mean", "waits",
-        *(("dropped", "after") if capped else ()),
-    )  # fmt: skip
-    for layer in result["layers"]:
-        row = [
-            layer["name"],
-            str(layer["busiest_expert"]),
-            times(layer["expert_peak_to_mean_before"]),
-            str(layer["busiest_device"]),
-            times(layer["device_peak_to_mean_before"]),
-            percent(layer["straggler_loss_before"]),
-        ]
-        if capped:
-            row += [percent(layer["dropped_share"]), times(layer["device_peak_to_mean_after"])]
-        shown.add_row(*row)
-    terminal().print(shown)
+        columns if result["policy"] is None else (*columns, "dropped", "after"),
+        [tuple(row(layer)) for layer in result["layers"]],
+    )
     print_lines(result["verdict"])
