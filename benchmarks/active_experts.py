@@ -32,8 +32,8 @@ from paceline.demo.assets import domains, load_calibration, load_model, read_tex
 from paceline.evaluation.perplexity import Losses, change
 from paceline.files import to_json, write_text
 from paceline.shipped import DECODE_FILE
+from paceline.stand_ins.calibration_file import Calibration
 from paceline.stand_ins.compensation import Compensation
-from paceline.stand_ins.file import Calibration
 from paceline.system_info import system_info
 
 DEVICES = 8

@@ -31,7 +31,7 @@ from paceline.bench.workload import SHAPES
 from paceline.demo.assets import domains, load_calibration, load_model, read_text
 from paceline.evaluation.perplexity import Losses, change
 from paceline.files import to_json, write_text
-from paceline.stand_ins.file import Calibration
+from paceline.stand_ins.calibration_file import Calibration
 from paceline.system_info import system_info
 
 SHARES = (1, 2 / 3, 1 / 2)

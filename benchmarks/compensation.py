@@ -1,4 +1,4 @@
-"""What stand-ins save on the demo model: perplexity under caps, with and without compensation.
+"""Savings of stand-ins on the demo model: perplexity under caps, with and without compensation.
 
 Judged on the held-out texts, in batches of 4,096 tokens of one text, with calibrations fitted on
 text that the model was trained on: by default the one that comes with it. Several calibrations,
@@ -28,7 +28,7 @@ from paceline.demo.settings import DEVICES
 from paceline.evaluation.perplexity import Losses, change, run_policy
 from paceline.files import to_json, write_text
 from paceline.shipped import CALIBRATION_FOLDER
-from paceline.stand_ins.file import Calibration
+from paceline.stand_ins.calibration_file import Calibration
 from paceline.system_info import system_info
 
 WAYS = ("", ",compensate=true", ",compensate=true,keep=contribution")
@@ -102,7 +102,7 @@ class _Judge:
         self._alone: dict[int, dict[str, Any]] = {}  # rows that don't depend on a calibration
 
     def of(self, found: Calibration) -> list[dict[str, Any]]:
-        """The rows of one calibration."""
+        """Judge the rows of one calibration."""
         results: dict[int, dict[str, Any]] = {}
         for places in (False, True):
             where: Any = found.plan().placements if places else DEVICES
@@ -130,7 +130,7 @@ class _Judge:
         return [results[row] for row in range(len(ROWS))]
 
     def _losses(self, pace: Any) -> Losses:
-        """Without a cap, once."""
+        """Run without a cap, once."""
         if self._base is None:
             self._base = run_policy(self._model, pace, None, self._batches, self._step).losses
         return self._base

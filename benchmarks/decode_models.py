@@ -1,4 +1,4 @@
-"""Random models whose decode steps are timed, what such a step reads, and rows of results."""
+"""Random models to time decode steps of, counters of the weights read, and rows of results."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline import attach
 from paceline.bench.timing import ratios, spread
 from paceline.bench.workload import Shape
-from paceline.stand_ins.file import Calibration
-from paceline.stand_ins.layer import LayerCalibration
+from paceline.stand_ins.calibration_file import Calibration, LayerCalibration
 
 Row = dict[str, Any]
 

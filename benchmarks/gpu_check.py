@@ -31,7 +31,7 @@ from torch import Tensor
 
 from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, route
 from paceline.engines.vllm.accelerator import DeviceCap
-from paceline.routing.selection import using_backend
+from paceline.routing.backends import using_backend
 from paceline.system_info import system_info
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,4 +1,4 @@
-"""Whether layers should have factors of their own under one bound on the model's expert time.
+"""Factors of their own for layers, under one bound on the model's expert time: do they pay?
 
     python benchmarks/layer_factors.py --out benchmarks/results/layer_factors.json
 
@@ -27,7 +27,7 @@ from paceline.evaluation.sensitivity import measure_layers
 from paceline.files import to_json, write_text
 from paceline.plan import Plan
 from paceline.shipped import CALIBRATION_FOLDER
-from paceline.stand_ins.file import Calibration
+from paceline.stand_ins.calibration_file import Calibration
 from paceline.system_info import system_info
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -40,7 +40,7 @@ SETTINGS = ((False, True), (True, True), (False, False))
 
 
 def mean_busiest(run: PolicyRun, when: str) -> float:
-    """Mean over batches and layers of the busiest device's rows, over a device's mean before."""
+    """Compute the busiest device's rows over the mean before, averaged over batches and layers."""
     ratios: list[float] = [
         max(getattr(layer, f"device_loads_{when}")) * DEVICES / sum(layer.device_loads_before)
         for layer in run.all_layers()
@@ -89,7 +89,7 @@ def main() -> None:
 def judge(
     model: Any, batches: Any, found: Any, base: CapacityPolicy, plan: Plan, calibration: Calibration
 ) -> list[dict[str, Any]]:
-    """Every bound and way, batch by batch in turn."""
+    """Judge every bound and way, batch by batch in turn."""
     ways: dict[tuple[float, str], list[CapacityPolicy | None]] = {}
     for bound in BOUNDS:
         alike = base.replace(capacity_factor=bound)

@@ -1,4 +1,4 @@
-"""What caps cost the demo model: policies on texts and tasks, or a sweep over caps of every size.
+"""Cost of caps on the demo model: policies on texts and tasks, or a sweep over caps of every size.
 
 Stand-ins are calibrated on the first half of each held-out text; texts and tasks are of the second.
 
@@ -27,7 +27,7 @@ from paceline.policy import CapacityPolicy
 from paceline.progress import Progress
 from paceline.reporting.sweep_table import sweep_table
 from paceline.shipped import SWEEP_FILE, TASK_FOLDER
-from paceline.stand_ins.file import Calibration
+from paceline.stand_ins.calibration_file import Calibration
 
 TASKS = ("paceline_continuation", "paceline_copy", "paceline_passage")
 SAMPLING = Sampling(tokens=18432, batch_size=8, sequence_length=256)

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from paceline import Assignment, CapacityPolicy, ExpertPlacement, RoutingInputs, route
 from paceline.bench.timing import ratios, spread, turns
-from paceline.routing.selection import BACKENDS, using_backend
+from paceline.routing.backends import BACKENDS, using_backend
 from paceline.system_info import system_info
 
 SHAPES = [(512, 8, 2), (4096, 64, 8), (16384, 64, 8), (4096, 256, 8), (65536, 128, 8)]

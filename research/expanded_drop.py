@@ -1,4 +1,4 @@
-"""Why Expanded Drop helps in the paper and hardly on the demo model: one ingredient at a time.
+"""Reasons why Expanded Drop helps in the paper and hardly here: one ingredient at a time.
 
 Held-out texts, batches of 4,096 tokens of one text, 8 emulated devices, mean perplexity change.
 

@@ -1,4 +1,4 @@
-"""Whether stand-ins carry over to a model of another recipe: train a small one, calibrate, judge.
+"""Stand-ins on a model of another recipe: train a small one, calibrate, judge.
 
 DeepSeek-V3's architecture: sigmoid router, balanced by a bias on the choice instead of a loss
 (Wang et al., arXiv 2408.15664), renormalised weights, one shared expert, latent attention; 16
@@ -70,7 +70,7 @@ def _tokens(each: int) -> dict[str, Tensor]:
 
 
 def _move_bias(model: Any, loads: list[Tensor]) -> None:
-    """Favour experts with less than the mean load, as DeepSeek-V3's routers do."""
+    """Update the routers' bias towards experts below the mean load, as DeepSeek-V3 does."""
     for layer, load in zip(model.model.layers, loads, strict=True):
         bias = layer.mlp.gate.e_score_correction_bias
         bias += BIAS_RATE * (load.float().mean() - load).sign()
@@ -135,7 +135,7 @@ def judge(
     tokens: Annotated[int, typer.Option(help="Of calibration, of each domain.")] = 16384,
     rank: Annotated[int, typer.Option(help="Of the stand-ins.")] = 16,
 ) -> None:
-    """Calibrate on training text and judge on held-out text, one-domain batches of 4,096 tokens."""
+    """Fit stand-ins on training text and judge on held-out text, batches of 4,096 tokens."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     _, tokenizer = load_model()
     texts = training_texts(tokens, None)

@@ -80,7 +80,7 @@ def main() -> None:
 def judged(
     base: Losses, run: PolicyRun, batches: list[Batch], seen: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Perplexity change on texts seen and not, and how far the inputs of each text were."""
+    """Measure the perplexity change on seen and unseen texts, and how far their inputs were."""
     after = change(base, run.losses)
     far: dict[str, list[float]] = {}
     for batch, layers in zip(batches, run.layers, strict=True):

@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from paceline.keeps import REGISTERED
+from paceline.policy import REGISTERED
 
 PROGRAM = """
 import json, sys
 import numpy as np, torch
 from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, register_keep, route
-from paceline.routing.selection import using_backend
+from paceline.routing.backends import using_backend
 from paceline.routing.stats import LoadAccumulator
 
 said = {"optimised": not __debug__}

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from paceline.analysis.layer_factors import STEP, share_bound
@@ -37,7 +37,6 @@ def convex(draw: st.DrawFn) -> tuple[float, ...]:
     return tuple(value**2 for value in reversed(root))
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(convex(), min_size=2, max_size=2), st.integers(0, 40))
 def test_no_other_factors_cost_less(curves: list[tuple[float, ...]], steps: int) -> None:
     """Every pair of factors that fits is tried."""
@@ -55,7 +54,6 @@ def test_no_other_factors_cost_less(curves: list[tuple[float, ...]], steps: int)
 curve = st.lists(st.floats(0, 100), min_size=4, max_size=4)
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.tuples(curve, st.floats(0.01, 100)), min_size=1, max_size=12), st.floats(0.5, 3.0)
 )

@@ -147,7 +147,7 @@ def test_a_placement_is_taken_by_what_it_gains_where_it_is_judged() -> None:
     def milder(rng: np.random.Generator, batch: int) -> np.ndarray:
         return np.asarray(skewed(rng, batch) ** 0.3)
 
-    for least in (0.01, 0.05, 0.15, 0.3):
+    for least in (0.05, 0.15):
         wanted = goal(min_gain=least, max_mass_loss=0.0)
         plan, said = make_plan(made(skewed), wanted, judge=made(milder))
         gain = said.other_trace.ways["place"].gain
@@ -167,8 +167,9 @@ def lacking(trace: Trace, *names: str) -> Trace:
 
 @pytest.mark.parametrize(
     ("lost", "keep"),
-    [((), "score"), (("topk_scores",), "weight"), (("weights", "topk_scores"), "first"),
-     (("weights",), "score")],
+    [((), "score"), (("weights", "topk_scores"), "first"),
+     pytest.param(("topk_scores",), "weight", marks=pytest.mark.full),
+     pytest.param(("weights",), "score", marks=pytest.mark.full)],
 )  # fmt: skip
 def test_caps_keep_by_what_the_trace_holds(lost: tuple[str, ...], keep: str) -> None:
     """Engines return ids alone: then a cap keeps the first, and may drop so many assignments."""
@@ -293,8 +294,8 @@ def test_the_command(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     out = tmp_path / "plan.toml"
     arguments = ["plan", "sample:esft_v2lite_law", "--model-config", str(tmp_path)]
-    arguments += ["--hardware", "h20", "--batch-tokens", "2048", "--replicas", "8"]
-    ran = CliRunner().invoke(app, [*arguments, "--out", str(out), "--json"])
+    arguments += ["--hardware", "h20", "--batch-tokens", "2048"]
+    ran = CliRunner().invoke(app, [*arguments, "--replicas", "8", "--out", str(out), "--json"])
     assert ran.exit_code == 0, ran.output
     said = json.loads(ran.stdout)
     assert set(said["second_half"]["ways"]) == {
@@ -342,7 +343,9 @@ def test_counts_are_not_enough(tmp_path: Path) -> None:
     assert "not what each token chose" in ran.stderr
 
 
-@pytest.mark.parametrize("loss", ["gate_mass_lost", "dropped_share"])
+@pytest.mark.parametrize(
+    "loss", ["gate_mass_lost", pytest.param("dropped_share", marks=pytest.mark.full)]
+)
 def test_no_cap_loses_more_than_asked_for_where_it_is_judged(loss: str) -> None:
     """Chosen where loads were even, caps cost more where they are not: tighter ones are taken."""
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import stat
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tiny_models
 import torch
 import transformers
+from model_runs import choices, output
 from safetensors.torch import load_file, save_file
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engines"))
-import tiny_models
-from helpers import choices, output
 
 from paceline.analysis.expert_map import ExpertMap
 from paceline.checkpoint.folder import open_checkpoint

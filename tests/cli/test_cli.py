@@ -224,7 +224,10 @@ BAD = {
     "broken config": (["{tmp}/broken", "--text", "{text}"], "can't load the model"),
     "hub without network": (["someone/no-such-moe", "--text", "{text}"], "can't be reached"),
     "sequence too long": (["{moe}", "--text", "{text}", "--sequence-length", "600"], "512"),
-    "no tokens": (["{moe}", "--text", "{text}", "--tokens", "0"], "tokens=0 is not allowed"),
+    "no tokens": (
+        ["{moe}", "--text", "{text}", "--tokens", "0"],
+        "tokens must be a whole number >= 2, got 0",
+    ),
     "page nowhere": (["{moe}", "--text", "{text}", "--html", "{tmp}/none/x.html"], "no folder"),
     "unknown option": (["{moe}", "--nonsense"], "nonsense"),
 }

@@ -188,7 +188,7 @@ BAD = {
     ),
     "bad rows": (["loads", "sample:esft_v2lite_law", "--without", "all"], "commonest"),
     "no plan": (["loads", "sample:esft_v2lite_law", "--plan", "{tmp}/x.toml"], "x.toml"),
-    "folder in use": (["record", "demo", "--out", "{counts}"], "holds something"),
+    "folder in use": (["record", "demo", "--out", "{counts}"], "is not empty"),
     "folder nowhere": (["record", "demo", "--out", "{tmp}/a/b"], "can't be written"),
     "text and prompts": (
         ["record", "demo", "--out", "{tmp}/t", "--text", "prose", "--prompts", "x"],
@@ -201,7 +201,7 @@ BAD = {
         ["record", "demo", "--out", "{tmp}/t", "--prompts", "x", "--max-new-tokens", "0"],
         "at least 1",
     ),
-    "import into use": (["import", "{counts}", "--out", "{counts}"], "holds something"),
+    "import into use": (["import", "{counts}", "--out", "{counts}"], "is not empty"),
     "import of nothing": (["import", "{tmp}/none", "--out", "{tmp}/t"], "there is no trace"),
     "a pickle": (["loads", "{tmp}/p"], "is a pickle"),
 }  # fmt: skip

@@ -284,7 +284,10 @@ def test_plan_with_policies_and_table(tmp_path: Path) -> None:
 BAD = {
     "nothing to judge": (["demo"], "give at least one --policy"),
     "twice": (["demo", "--policy", CAP, "--policy", "gamma=1"], "must differ"),
-    "no policy": (["demo", "--policy", "capacity_factor=0"], "capacity_factor='0' is not allowed"),
+    "no policy": (
+        ["demo", "--policy", "capacity_factor=0"],
+        "capacity_factor must be a number > 0",
+    ),
     "never binds": (["demo", "--policy", CAP, "--devices", "1"], "can never bind"),
     "composition": (
         ["demo", "--policy", CAP, "--compositions", "pairs"],

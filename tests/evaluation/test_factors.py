@@ -133,7 +133,7 @@ def test_a_cap_that_never_applies_is_an_error(demo: tuple[Any, Any]) -> None:
     [
         (("--policy", "unit=expert"), "has no capacity_factor to share out"),
         (("--policy", "capacity_factor=1,mode=shadow"), "caps nothing: allowed is mode=enforce"),
-        (("--policy", "capacity_factor=-1"), "capacity_factor='-1' is not allowed"),
+        (("--policy", "capacity_factor=-1"), "capacity_factor must be a number > 0"),
         (("--policy", BASE), "compensate=true needs a calibration"),
         (("--policy", BASE, "--calibration", "/nowhere"), "there is no calibration in /nowhere"),
         (("--policy", BASE, "--text", "/nowhere.txt"), "/nowhere.txt can't be read"),

@@ -120,10 +120,13 @@ def test_a_report_shows_a_sweep_and_refuses_what_is_none(tmp_path: Path) -> None
     ("arguments", "said"),
     [
         (["--factors", "1,x"], "--factors must be numbers >= 0, got x"),
-        (["--factors", "-1"], "capacity_factor=-1.0 is not allowed"),
-        (["--units", "rack"], "unit='rack' is not allowed"),
+        (["--factors", "-1"], "capacity_factor must be a number > 0"),
+        (["--units", "rack"], "unit must be 'device' or 'expert', got 'rack'"),
         (["--keeps", ","], "--keeps must have at least one value, got ','"),
-        (["--expands", "far"], "expand='far' is not allowed"),
+        (
+            ["--expands", "far"],
+            "expand must be 'own_device', 'visited_devices' or 'all', got 'far'",
+        ),
         (["--calibration", "/nowhere"], "/nowhere"),
         (["--out", __file__], "--out must be a folder"),
         (["--policy", "capacity_factor=1"], "a grid has its own policies"),

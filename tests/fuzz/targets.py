@@ -36,8 +36,7 @@ from paceline.engines.vllm.control import PATH
 from paceline.model_config import read_model_config
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
-from paceline.stand_ins.file import Calibration
-from paceline.stand_ins.layer import LayerCalibration
+from paceline.stand_ins.calibration_file import Calibration, LayerCalibration
 from paceline.traces import ImportOptions, open_trace, sample, save_trace
 from paceline.traces.tables import load_tables
 from paceline.traces.trace import Trace
@@ -257,7 +256,7 @@ def _own_trace() -> list[tuple[str, bytes]]:
 
 
 def _save_small_trace(folder: Path) -> None:
-    narrow = sample("esft_v2lite_law").narrowed([0, 1]).regrouped(16)
+    narrow = sample("esft_v2lite_law").select_layers([0, 1]).regrouped(16)
     save_trace(Trace(narrow.header, tuple(islice(narrow.chunks, 1)), narrow.where), folder)
 
 

@@ -181,11 +181,11 @@ def test_what_cant_be_recorded_is_refused(demo: Any, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("mine")
     with attach(model) as pace:
-        with pytest.raises(TraceError, match="holds something"):
+        with pytest.raises(TraceError, match="is not empty"):
             Recorder(pace, tmp_path / "full")
         with pytest.raises(TraceError, match="can't be written"):
             Recorder(pace, tmp_path / "no" / "such")
-        with pytest.raises(ValueError, match="content='all'"):
+        with pytest.raises(ValueError, match="content must be"):
             Recorder(pace, tmp_path / "t", "all")
         with Recorder(pace, tmp_path / "empty", "choices"):
             pass

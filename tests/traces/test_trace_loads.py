@@ -20,7 +20,7 @@ from paceline import ExpertPlacement
 from paceline.traces import ImportOptions, Trace, open_trace, sample
 from paceline.traces.format import MODALITIES, PHASES, UNKNOWN
 from paceline.traces.loads import trace_loads
-from paceline.traces.rows import repeats, without
+from paceline.traces.trace import repeats, without
 
 HERE = Path(__file__).with_name("samples")
 

@@ -19,8 +19,8 @@ from made_up_traces import count_trace, traces
 from safetensors.torch import load_file, save_file
 
 from paceline.traces import Trace, TraceError, TraceWriter, open_trace, sample, save_trace
+from paceline.traces import folder as folder_module
 from paceline.traces import trace as trace_module
-from paceline.traces import writer as writer_module
 from paceline.traces.chunk import Chunk, joined
 from paceline.traces.format import Header, Layer, parse_header
 from paceline.traces.importers import to_trace
@@ -67,14 +67,14 @@ def test_a_trace_is_its_owners_alone(tmp_path: Path) -> None:
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("precious")
-    with pytest.raises(TraceError, match="holds something"):
+    with pytest.raises(TraceError, match="is not empty"):
         save_trace(count_trace(), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
 def test_a_chunk_that_no_reader_takes_isnt_written(tmp_path: Path, monkeypatch: Any) -> None:
-    limit = writer_module.MAX_HEADER_BYTES + 1000
-    monkeypatch.setattr(writer_module, "MAX_CHUNK_BYTES", limit)
+    limit = folder_module.MAX_HEADER_BYTES + 1000
+    monkeypatch.setattr(folder_module, "MAX_CHUNK_BYTES", limit)
     with pytest.raises(TraceError, match="batches must be smaller"):
         save_trace(sample("esft_v2lite_law"), tmp_path / "t")
     assert not list((tmp_path / "t").glob("chunk*"))
@@ -243,7 +243,9 @@ def test_a_chunk_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
 def test_bytes_changed_at_random_end_in_a_sentence_or_a_trace(tmp_path: Path) -> None:
     """Whatever a broken trace holds, what comes out is TraceError, or what can be summed up."""
     rng = np.random.default_rng(7)
-    save_trace(sample("gpt_oss_20b_decode").narrowed([0, 1]).regrouped(64), tmp_path / "choices")
+    save_trace(
+        sample("gpt_oss_20b_decode").select_layers([0, 1]).regrouped(64), tmp_path / "choices"
+    )
     save_trace(count_trace(), tmp_path / "counts")
     for name in ("choices", "counts") * 60:
         folder = tmp_path / "broken"
@@ -338,7 +340,7 @@ def test_long_traces_in_memory_come_in_parts(monkeypatch: Any) -> None:
 def test_counts_cant_be_cut_into_other_batches() -> None:
     with pytest.raises(ValueError, match="can't be cut"):
         count_trace().regrouped(16)
-    with pytest.raises(ValueError, match="tokens=0"):
+    with pytest.raises(ValueError, match="tokens must be at least 1, got 0"):
         sample("esft_v2lite_law").regrouped(0)
 
 

@@ -31,7 +31,7 @@ from paceline.policy import CapacityPolicy
 from paceline.progress import Progress, Steps
 from paceline.traces import Trace
 from paceline.traces.loads import trace_loads
-from paceline.traces.policy_support import keeps_of
+from paceline.traces.policy_support import supported_keeps
 from paceline.traces.results import SimulatedPlan
 from paceline.traces.simulate import simulate
 from paceline.traces.tables import load_tables
@@ -107,7 +107,7 @@ def cap_study(
     of_plan, active, keep = None, [], None
     if trace.header.per_token:
         seen = picked(cut, spread_over(part, MAX_BATCHES))
-        keep = keeps_of(cut)[0]
+        keep = supported_keeps(cut)[0]
         ways, of_plan = _capped(seen, placements, keep, plan, steps.next("caps"))
         active = _active(seen, placements)
     else:
@@ -238,7 +238,7 @@ def _active(trace: Trace, placements: Placements) -> list[ActiveWay]:
         for layer in trace.header.layers
         if layer.k is not None
     )
-    if not small or "weight" not in keeps_of(trace):
+    if not small or "weight" not in supported_keeps(trace):
         return []
     most = max(max(own.sizes) for each in placements.values() for own in each)
     keys: list[tuple[str, int | None]] = [

@@ -16,7 +16,7 @@ from paceline.analysis.placing import PlacementSpec
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.traces import Trace
-from paceline.traces.policy_support import check_bearing, keeps_of
+from paceline.traces.policy_support import check_policies, supported_keeps
 from paceline.traces.tables import load_tables
 
 DEVICE_FACTORS = (1.0, 1.1, 1.25, 1.5, 2.0)
@@ -94,7 +94,8 @@ def options(goal: Goal, *traces: Trace) -> list[CapacityPolicy]:
     >>> [p.max_active for p in options(goal, sample("gpt_oss_20b_decode"))]
     [None, 2, 3]
     """
-    keep = next(k for k in keeps_of(traces[0]) if all(k in keeps_of(t) for t in traces))
+    possible = [supported_keeps(trace) for trace in traces]
+    keep = next(k for k in possible[0] if all(k in keeps for keeps in possible))
     common: dict[str, Any] = {"pool": goal.pool, "min_expert_load": goal.min_expert_load}
     small, large = regimes(traces[0], goal)
     caps = [
@@ -103,7 +104,7 @@ def options(goal: Goal, *traces: Trace) -> list[CapacityPolicy]:
         for factor in factors
     ]
     for trace in traces:
-        check_bearing(trace, {"the plan's caps": caps})
+        check_policies(trace, {"the plan's caps": caps})
     actives = active_options(goal, *traces) if small else []
     if not large:
         return [NO_CAP, *actives]
@@ -119,7 +120,7 @@ def active_options(goal: Goal, *traces: Trace) -> list[CapacityPolicy]:
     """List policies that cap active experts alone, the tightest first; none where none can."""
     sizes = ExpertPlacement.contiguous(goal.shape.experts, goal.spec.devices).sizes
     most = {math.ceil(share * max(sizes)) for share in ACTIVE_SHARES} - {max(sizes)}
-    weighed = all("weight" in keeps_of(trace) for trace in traces)
+    weighed = all("weight" in supported_keeps(trace) for trace in traces)
     if goal.pool == "request" or not weighed or not goal.min_expert_load:
         return []
     common: dict[str, Any] = {"pool": goal.pool, "min_expert_load": goal.min_expert_load}

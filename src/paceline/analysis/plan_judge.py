@@ -32,7 +32,7 @@ from paceline.policy import CapacityPolicy
 from paceline.progress import Progress, Steps
 from paceline.routing import Assignment
 from paceline.traces import Trace
-from paceline.traces.policy_support import keeps_of, pools_of
+from paceline.traces.policy_support import supported_keeps, supported_pools
 from paceline.traces.simulate import simulate
 
 Chosen = Mapping[str, Mapping[float, list[CapacityPolicy]]]
@@ -296,9 +296,9 @@ def _changes(trace: Trace, policies: Sequence[CapacityPolicy]) -> dict[str, dict
     if not caps:
         return {}
     possible: dict[str, dict[str, Any]] = {
-        f"pool={pool}": {"pool": pool} for pool in pools_of(trace) if pool != "batch"
+        f"pool={pool}": {"pool": pool} for pool in supported_pools(trace) if pool != "batch"
     }
-    keeps = keeps_of(trace)
+    keeps = supported_keeps(trace)
     possible |= {f"keep={k}": {"keep": k} for k in ("weight", "first") if k in keeps}
     possible["min_expert_load=0"] = {"min_expert_load": 0}
     return {

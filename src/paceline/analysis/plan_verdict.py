@@ -157,12 +157,12 @@ def _budget_lines(result: PlanResult, decision: str, unit: str) -> list[str]:
 
 
 def _over(way: StepCost, base: StepCost) -> float:
-    """Gain over another way."""
+    """Return the gain over another way."""
     return (1 + way.gain) / (1 + base.gain) - 1
 
 
 def _price(way: StepCost) -> str:
-    """Word what a cap loses."""
+    """Describe the losses of a cap."""
     share = f"{percent(way.dropped_share)} of the assignments"
     mass = way.gate_mass_lost
     return share if mass is None else f"{share} and {percent(mass, 2)} of the gate mass"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from paceline.routing.layer_stats import LayerStats
 from paceline.traces.results import Result, TraceLoads
 
 
@@ -28,6 +29,72 @@ def loss(way: Loses) -> float:
 def loss_unit(way: Loses) -> str:
     """Name the quantity that `loss` is a share of."""
     return "assignments" if way.gate_mass_lost is None else "gate mass"
+
+
+# Loads of a model on text: `paceline.analysis.observe`.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """Sets of experts that the tokens of a layer chose, and the spread of their scores."""
+
+    distinct_choices: int
+    largest_choice_share: float
+    same_choice_chance: float
+    score_spread: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObservedLayer(LayerStats):
+    """Statistics of a layer, with its placement and its busiest units (by summed load)."""
+
+    experts: int
+    devices: int
+    experts_per_device: list[int]
+    expert_to_device: list[int]
+    busiest_expert: int
+    busiest_device: int
+    policy: str
+    choices: Choices
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverallStats:
+    """Statistics of all layers, which run one after the other."""
+
+    device_peak_to_mean_before: float
+    expert_peak_to_mean_before: float
+    straggler_loss_before: float
+    device_peak_to_mean_after: float
+    expert_peak_to_mean_after: float
+    straggler_loss_after: float
+    worst_device_peak_to_mean_before: float
+    dropped_share: float
+    forwards: int
+    capped_forwards: int
+    narrowed_forwards: int
+    tokens_without_expert: int
+    most_active_experts_before: float
+    most_active_experts_after: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelLoads(Result):
+    """Result of `paceline.analysis.observe.observe_loads`."""
+
+    schema: str
+    policy: str | None
+    mode: str
+    devices: int
+    placement: str
+    batches: int
+    mixed: bool
+    tokens_by_text: dict[str, int]
+    degenerate: list[str]
+    min_expert_load: float | None
+    tokens_an_expert: float | None
+    overall: OverallStats
+    layers: list[ObservedLayer]
 
 
 # A placement: `paceline.analysis.placing`.

@@ -5,10 +5,14 @@ A plan's decision and its reasons are in `plan_verdict`, with the same phrases.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from paceline.analysis.results import CapStudy, JudgedPlacements, PlaceResult, loss, loss_unit
+from paceline.analysis.results import (
+    CapStudy,
+    JudgedPlacements,
+    ModelLoads,
+    PlaceResult,
+    loss,
+    loss_unit,
+)
 from paceline.balance import straggler_loss
 from paceline.text import percent, times
 from paceline.traces.results import RepeatedRows, TraceLoads
@@ -46,17 +50,17 @@ def ceiling(speedup: float) -> str:
 # Loads of a model on text: a result of `observe_loads`.
 
 
-def model_verdict(result: Mapping[str, Any]) -> list[str]:
-    """Word a result of `observe_loads`: the wait, the ceiling, the effect of the policy.
+def model_verdict(result: ModelLoads) -> list[str]:
+    """Describe a result of `observe_loads`: the wait, the ceiling, the effect of the policy.
 
     Where the routing says nothing about real traffic, that comes first and nothing is promised.
     """
-    overall, devices = result["overall"], result["devices"]
-    peak = overall["device_peak_to_mean_before"]
-    degenerate = bool(result["degenerate"])
+    overall, devices = result.overall, result.devices
+    peak = overall.device_peak_to_mean_before
+    degenerate = bool(result.degenerate)
     if degenerate:
         lines = [
-            f"These loads say nothing about real traffic: {'; '.join(result['degenerate'])}.",
+            f"These loads say nothing about real traffic: {'; '.join(result.degenerate)}.",
             f"The busiest of {devices} devices has {times(peak)} the mean rows here; the gain of a "
             "cap can't be told from that.",
         ]
@@ -67,30 +71,30 @@ def model_verdict(result: Mapping[str, Any]) -> list[str]:
         ]
         if straggler_loss(peak) < _LITTLE:
             lines.append("These loads are nearly balanced: a cap has little to gain here.")
-    if result["policy"] is not None:
+    if result.policy is not None:
         lines.append(_policy_effect(result, peak, degenerate))
     return lines
 
 
-def _policy_effect(result: Mapping[str, Any], peak: float, degenerate: bool) -> str:
-    overall = result["overall"]
-    if result["mode"] == "observe":
+def _policy_effect(result: ModelLoads, peak: float, degenerate: bool) -> str:
+    overall = result.overall
+    if result.mode == "observe":
         return "The policy only observes: nothing is capped."
-    if not overall["capped_forwards"]:
+    if not overall.capped_forwards:
         return _never_applied(result)
-    would, ending = ("would ", "") if result["mode"] == "shadow" else ("", "s")
-    drops = f"{would}drop{ending} {percent(overall['dropped_share'])} of the assignments"
-    policy = f"The policy {result['policy']} {drops}"
-    if overall["narrowed_forwards"]:  # max_active: time is the experts that a device reads
-        before, after = (overall[f"most_active_experts_{when}"] for when in ("before", "after"))
+    would, ending = ("would ", "") if result.mode == "shadow" else ("", "s")
+    drops = f"{would}drop{ending} {percent(overall.dropped_share)} of the assignments"
+    policy = f"The policy {result.policy} {drops}"
+    if overall.narrowed_forwards:  # max_active: time is the experts that a device reads
+        before, after = overall.most_active_experts_before, overall.most_active_experts_after
         return (
             f"{policy}, and the device that reads the most experts {would}read{ending} {after:.2f} "
             f"instead of {before:.2f} per forward. Tokens that {would}lose all their routed "
-            f"experts: {overall['tokens_without_expert']}."
+            f"experts: {overall.tokens_without_expert}."
         )
     if degenerate:
         return f"{policy} here."
-    after = overall["device_peak_to_mean_after"]
+    after = overall.device_peak_to_mean_after
     gain = peak / max(after, 1e-9)
     effect = (
         f"allow{ending} the expert part to run {times(gain)} as fast as without it"
@@ -100,13 +104,13 @@ def _policy_effect(result: Mapping[str, Any], peak: float, degenerate: bool) -> 
     return f"{policy} and {effect} (busiest device {times(after)} the mean, from the loads)."
 
 
-def _never_applied(result: Mapping[str, Any]) -> str:
+def _never_applied(result: ModelLoads) -> str:
     """Say why a policy that may cap never did."""
-    least, here = result["min_expert_load"], result["tokens_an_expert"]
+    least, here = result.min_expert_load, result.tokens_an_expert
     if least is None:
         return "The policy capped nothing: it has no capacity_factor."
     rule = f"a mean of {least:g} tokens per expert (min_expert_load)"
-    if "capacity_factor" not in result["policy"]:
+    if "capacity_factor" not in (result.policy or ""):
         return (
             f"The policy capped nothing: max_active applies below {rule}; a batch here has "
             f"{here:.3g}, or no device has more active experts."
@@ -118,7 +122,7 @@ def _never_applied(result: Mapping[str, Any]) -> str:
 
 
 def trace_verdict(result: TraceLoads) -> list[str]:
-    """Word a result of `trace_loads`: the wait, the ceiling, and how far to trust them."""
+    """Describe a result of `trace_loads`: the wait, the ceiling, and how far to trust them."""
     overall = result.overall
     lines = [
         f"{waiting(overall.device_peak_to_mean, result.devices, ', over batches and layers')}. "
@@ -155,7 +159,7 @@ def _repeated(rows: RepeatedRows) -> list[str]:
 
 
 def placement_verdict(result: PlaceResult) -> list[str]:
-    """Word a result of `place`."""
+    """Describe a result of `place`."""
     method = "search_replicas" if result.replicas else "search"
     halves, other = result.second_half, result.other_trace
     if halves is None:
@@ -206,7 +210,7 @@ def _before_after(part: JudgedPlacements, method: str) -> tuple[float, float]:
 
 
 def caps_verdict(study: CapStudy, most: float = 0.01) -> list[str]:
-    """Word a study of caps.
+    """Describe a study of caps.
 
     Args:
         study: without its verdict.

@@ -24,8 +24,8 @@ from paceline.bench.timing import Spread, keep_freed_memory, ratios, turns
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import route
+from paceline.stand_ins.calibration_file import Calibration
 from paceline.stand_ins.compensation import Compensation
-from paceline.stand_ins.file import Calibration
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(hidden [rows, hidden], ids [rows, 1], weights [rows, 1]) -> [rows, hidden]."""

@@ -188,7 +188,7 @@ def _first_device(
     return [b - a for a, b in pairwise(marks)] + [slowest, combine]
 
 
-def summary(results: Mapping[str, LayerTimings]) -> list[LayerRow]:
+def compare_layers(results: Mapping[str, LayerTimings]) -> list[LayerRow]:
     """Compare every policy with the first one, which has no cap."""
     base = next(iter(results.values()))
     whole = spread(base.total)["median"]

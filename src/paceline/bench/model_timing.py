@@ -210,7 +210,7 @@ def _emulated(wall: float, forwards: Sequence[Played], devices: int) -> float:
     return (wall - spent) / devices + sum(max(forward.seconds) for forward in forwards)
 
 
-def summary(
+def compare_models(
     results: Mapping[str, ModelTimings], tokens: int, new_tokens: int, sequences: int
 ) -> list[ModelRow]:
     """Compare every policy with the first one, which has no cap.

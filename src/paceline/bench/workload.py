@@ -278,7 +278,7 @@ def _recorded(path: Path, shape: Shape, layer: int) -> RoutingInputs:
             f"trace {path} has {own.experts} experts and k={own.k}: shape {shape.name} has "
             f"{shape.experts} and k={shape.k}."
         )
-    narrow = trace.narrowed([layer])
+    narrow = trace.select_layers([layer])
     whole = joined(list(narrow.chunks))
     if whole.weights is None:
         raise ValueError(f"trace {path} holds no weights, which the experts' outputs need.")

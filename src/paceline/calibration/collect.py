@@ -7,8 +7,10 @@ of experts are looked at, so that any layer which `attach` handles can be calibr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import hashlib
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,21 +19,26 @@ import torch
 from torch import Tensor
 
 from paceline.batches import Batch, Sampling, check_length, make_batches, run_batch
-from paceline.calibration.drops import CAPS
 from paceline.calibration.layer_fit import FOLDS, TIMES, fit_layer
-from paceline.calibration.rows import Rows, Seen
-from paceline.calibration.unfinished import Unfinished
+from paceline.calibration.rows import CAPS, Rows, Seen
 from paceline.facts import Facts
 from paceline.numbers import check_count
 from paceline.policy import CapacityPolicy
 from paceline.progress import Progress
 from paceline.routing import Assignment, RoutingInputs
-from paceline.stand_ins.file import Calibration
+from paceline.stand_ins.calibration_file import (
+    SCHEMA,
+    Calibration,
+    CalibrationError,
+    LayerCalibration,
+)
 from paceline.stand_ins.identity import LayerIdentity
-from paceline.stand_ins.layer import LayerCalibration
 
 MEMORY = 2 << 30
 """Bytes for the inputs of layers, beside the model and one expert's rows."""
+
+FOLDER = "unfinished"
+"""Folder of finished layers within that of a calibration, while it is made."""
 
 
 def calibrate(
@@ -209,3 +216,43 @@ def _watching(pace: Any, wanted: Sequence[str], room: int) -> Iterator[dict[str,
     finally:
         unwatch()
         undo()
+
+
+class Unfinished:
+    """Layers of one run, a calibration file each, under a name that tells runs apart.
+
+    Args:
+        folder: in which they are kept.
+        settings: whatever else than tokens decides what is found.
+        tokens: [rows, length] of every batch.
+        calibration: makes a calibration of some layers.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: Any,
+        tokens: Iterable[Tensor],
+        calibration: Callable[..., Calibration],
+    ) -> None:
+        seen = hashlib.sha256(f"{SCHEMA}{settings!r}".encode())
+        for ids in tokens:
+            seen.update(f"{list(ids.shape)}".encode() + ids.numpy().tobytes())
+        self._folder, self._calibration = folder / seen.hexdigest()[:16], calibration
+
+    def found(self, layers: int) -> dict[int, LayerCalibration]:
+        """Those of so many layers that were finished."""
+        found: dict[int, LayerCalibration] = {}
+        for index in range(layers):
+            with suppress(CalibrationError):
+                (found[index],) = Calibration.load(self._folder / str(index)).layers
+        return found
+
+    def keep(self, index: int, layer: LayerCalibration) -> None:
+        """Write a layer, whole or not at all."""
+        self._calibration(layer).save(self._folder / str(index))
+
+
+def remove(folder: Path) -> None:
+    """Remove what runs left in it."""
+    shutil.rmtree(folder, ignore_errors=True)

@@ -9,13 +9,11 @@ from torch import Tensor
 
 from paceline.analysis.placement_search import PIECE_TOKENS, Shape, search_map
 from paceline.calibration import fit as fits
-from paceline.calibration.drops import CAPS, drop_weights
-from paceline.calibration.fit import StandInFit, fit
-from paceline.calibration.moments import Moments, merged
-from paceline.calibration.rows import ExpertRows, Rows
+from paceline.calibration.fit import Moments, StandInFit, fit, merged
+from paceline.calibration.rows import CAPS, ExpertRows, Rows, drop_weights
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
-from paceline.stand_ins.layer import LayerCalibration
+from paceline.stand_ins.calibration_file import LayerCalibration
 
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
 """Of which the best for rows that were left out is taken, one for a layer."""

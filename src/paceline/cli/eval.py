@@ -129,7 +129,7 @@ def evaluate(
     from paceline.evaluation.run import Job, sweep
     from paceline.evaluation.run import evaluate as judge
     from paceline.evaluation.subject import Subject
-    from paceline.stand_ins.file import Calibration
+    from paceline.stand_ins.calibration_file import Calibration
 
     sampling = Sampling(tokens, batch_size, sequence_length)
     texts = read_texts(text or [], model) if text or not names else {}

@@ -39,7 +39,7 @@ def without_rows(trace: Trace, rows: str | None) -> Trace:
         return trace
     if rows not in ("commonest", "repeats"):
         raise ValueError(f"--without must be commonest or repeats, got {rows}.")
-    from paceline.traces.rows import repeats, without
+    from paceline.traces.trace import repeats, without
 
     chosen: Any = rows
     return without(trace, chosen, repeats(trace))

@@ -25,7 +25,7 @@ from paceline.cli.sources import load, plan_from_options, read_texts, with_devic
 if TYPE_CHECKING:
     from paceline.plan import Plan
     from paceline.policy import CapacityPolicy
-    from paceline.stand_ins.file import Calibration
+    from paceline.stand_ins.calibration_file import Calibration
 
 PLAN = "plan.toml"
 """In the folder that is written: placements, policies by layer and the calibration's folder."""
@@ -165,9 +165,8 @@ def _fit(
     network: Any, tokenizer: Any, texts: dict[str, str], sampling: Any,
     caps: list[CapacityPolicy], rank: int, devices: int | None, memory: int, out: Path,
 ) -> Calibration:  # fmt: skip
-    from paceline.calibration.collect import calibrate
-    from paceline.calibration.drops import CAPS
-    from paceline.calibration.unfinished import FOLDER
+    from paceline.calibration.collect import FOLDER, calibrate
+    from paceline.calibration.rows import CAPS
 
     with progress() as tell:
         return calibrate(
@@ -203,7 +202,7 @@ def _placed(found: Calibration, trace: str | None, devices: int | None) -> Plan:
 
 
 def _remove_unfinished(out: Path) -> None:
-    from paceline.calibration.unfinished import FOLDER, remove
+    from paceline.calibration.collect import FOLDER, remove
 
     remove(out / FOLDER)
 
@@ -283,7 +282,7 @@ def _base(texts: list[str], bound: float | None) -> CapacityPolicy:
 
 
 def _loaded(folder: Path | None) -> Calibration | None:
-    from paceline.stand_ins.file import Calibration
+    from paceline.stand_ins.calibration_file import Calibration
 
     return None if folder is None else Calibration.load(folder)
 

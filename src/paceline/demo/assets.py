@@ -10,7 +10,7 @@ from paceline.shipped import CALIBRATION_FOLDER, DECODE_FILE, MODEL_FOLDER, SWEE
 if TYPE_CHECKING:
     from paceline.batches import Sequences
     from paceline.evaluation.results import Sweep
-    from paceline.stand_ins.file import Calibration
+    from paceline.stand_ins.calibration_file import Calibration
 
 
 def domains() -> list[str]:
@@ -89,6 +89,6 @@ def load_calibration() -> Calibration:
     Raises:
         CalibrationError: if this installation carries none.
     """
-    from paceline.stand_ins.file import Calibration
+    from paceline.stand_ins.calibration_file import Calibration
 
     return Calibration.load(CALIBRATION_FOLDER)

@@ -13,7 +13,7 @@ from paceline.demo.settings import HEADLINE, KINDS, DemoSettings
 from paceline.evaluation.results import PerplexityChange
 from paceline.files import write_text
 from paceline.progress import Progress
-from paceline.reporting import figures
+from paceline.reporting.figures import Figure, device_bars, peak_bars, relative
 from paceline.reporting.load_map import load_map
 from paceline.reporting.pages import render
 from paceline.reporting.quality_figures import (
@@ -82,7 +82,7 @@ def demo_page(result: DemoResult) -> str:
 # -- figures ---------------------------------------------------------------------------------------
 
 
-def demo_figures(result: DemoResult) -> dict[str, figures.Figure]:
+def demo_figures(result: DemoResult) -> dict[str, Figure]:
     """Draw all figures, by the id of their place on the page."""
     domains = result.stragglers["one_domain"].by_domain or {}
     order = sorted(domains, key=lambda name: -domains[name].overall.device_peak_to_mean)
@@ -90,13 +90,13 @@ def demo_figures(result: DemoResult) -> dict[str, figures.Figure]:
     mixed = {"mixed": result.stragglers["mixed"].layers}
     # One scale for all maps of the page, so that colours can be compared.
     tables = [layer for layers in (*by_domain.values(), *mixed.values()) for layer in layers]
-    highest = max(max(figures.relative(layer.expert_loads_before)) for layer in tables)
+    highest = max(max(relative(layer.expert_loads_before)) for layer in tables)
     groups = {name: domain.overall for name, domain in domains.items()}
     groups["all mixed"] = result.stragglers["mixed"].overall
     return {
         "map-one-domain": _map(result, by_domain, highest),
         "map-mixed": _map(result, mixed, highest),
-        "peaks": figures.peak_bars(
+        "peaks": peak_bars(
             list(groups),
             [round(balance.device_peak_to_mean, 4) for balance in groups.values()],
             [round(balance.expert_peak_to_mean, 4) for balance in groups.values()],
@@ -113,12 +113,10 @@ def _chosen(result: DemoResult) -> PolicyRow:
     return row
 
 
-def _map(
-    result: DemoResult, panels: Mapping[str, Sequence[LayerTable]], highest: float
-) -> figures.Figure:
+def _map(result: DemoResult, panels: Mapping[str, Sequence[LayerTable]], highest: float) -> Figure:
     names = [f"layer {n}" for n in range(result.model["layers"])]
     loads = {
-        title: [figures.relative(layer.expert_loads_before) for layer in layers]
+        title: [relative(layer.expert_loads_before) for layer in layers]
         for title, layers in panels.items()
     }
     figure = load_map(loads, [result.model["expert_to_device"]] * len(names), names)
@@ -126,17 +124,17 @@ def _map(
     return figure
 
 
-def _devices(result: DemoResult) -> figures.Figure:
+def _devices(result: DemoResult) -> Figure:
     example, row = result.example, _chosen(result)
     mean = example.assignments / result.model["devices"]
     before, after = (
         [round(load / mean, 4) for load in example.device_loads[key]]
         for key in (result.policies[0].key, HEADLINE)
     )
-    return figures.device_bars(before, {row.label: after}, row.capacity_factor or 0.0)
+    return device_bars(before, {row.label: after}, row.capacity_factor or 0.0)
 
 
-def _quality(result: DemoResult, kind: str, *, timed: bool) -> figures.Figure:
+def _quality(result: DemoResult, kind: str, *, timed: bool) -> Figure:
     """Draw perplexity change against balance or time; both kinds of batches share the scales."""
     base, *rows = result.policies
     points = {each: [_point(row, row.part(each), timed) for row in rows] for each in KINDS}

@@ -24,7 +24,7 @@ from paceline.placement import ExpertPlacement
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
 from paceline.settings import PoliciesLike
-from paceline.stand_ins.file import Calibration
+from paceline.stand_ins.calibration_file import Calibration
 from paceline.stand_ins.identity import plain
 
 BASELINE = "none"

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from paceline.stand_ins.layer import LayerCalibration
+from paceline.stand_ins.calibration_file import LayerCalibration
 
 Tell = Callable[[Tensor, Tensor], None]
 """Told the sum of squared distances of dropped inputs, and of how many, 0-d tensors."""

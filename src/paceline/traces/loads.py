@@ -32,9 +32,8 @@ from paceline.traces.results import (
     RepeatedRows,
     TraceLoads,
 )
-from paceline.traces.rows import Without, repeats, without
 from paceline.traces.tables import Group, LoadTable, load_tables
-from paceline.traces.trace import Trace
+from paceline.traces.trace import Trace, Without, repeats, without
 
 Array = npt.NDArray[Any]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from paceline.traces.folder import read_trace
 from paceline.traces.format import HEADER, TraceError
 from paceline.traces.importers import (
     completions,
@@ -17,7 +18,6 @@ from paceline.traces.importers import (
     tensorrt_llm,
 )  # fmt: skip
 from paceline.traces.importers.source import ImportOptions, Source
-from paceline.traces.reader import read_trace
 from paceline.traces.trace import Trace
 
 IMPORTERS = (

@@ -1,28 +1,26 @@
-"""What a policy may ask of a trace: orders of keeping, and pools, that it can tell."""
+"""Policies that a trace can be tried with: orders of keeping, and pools, for which it has data."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from paceline.keeps import KEEPS
-from paceline.policy import CapacityPolicy
+from paceline.policy import KEEPS, CapacityPolicy
 from paceline.traces.trace import Trace
 
 
-def keeps_of(trace: Trace) -> tuple[str, ...]:
-    """The built-in orders by which a cap can keep assignments of a trace, the best one first.
+def supported_keeps(trace: Trace) -> tuple[str, ...]:
+    """Return the built-in orders by which a cap can keep assignments of a trace, the best first.
 
     Scores, else weights, else the order of the tokens: engines often return ids alone.
 
     Raises:
-        ValueError: if the trace doesn't say what each token chose.
+        ValueError: if the trace doesn't hold what each token chose.
 
     >>> from paceline.traces import sample
-    >>> keeps_of(sample("esft_v2lite_law"))
+    >>> supported_keeps(sample("esft_v2lite_law"))
     ('score', 'weight', 'first', 'last', 'random')
     """
-    if not trace.header.per_token:
-        raise ValueError(f"{trace.where} holds {trace.header.content}, not what each token chose.")
+    trace.require_choices()
     first = next(iter(trace.chunks), None)
     weighed = first is not None and first.weights is not None
     scored = first is not None and (first.topk_scores is not None or first.scores is not None)
@@ -34,11 +32,11 @@ def keeps_of(trace: Trace) -> tuple[str, ...]:
     return tuple(keep for keep in KEEPS if keep not in lacking)
 
 
-def pools_of(trace: Trace) -> tuple[str, ...]:
-    """The pools that a cap of a trace can have: whose tokens are told apart.
+def supported_pools(trace: Trace) -> tuple[str, ...]:
+    """Return the pools that a cap of a trace can have.
 
     >>> from paceline.traces import sample
-    >>> pools_of(sample("gpt_oss_20b_decode"))
+    >>> supported_pools(sample("gpt_oss_20b_decode"))
     ('batch', 'request')
     """
     first = next(iter(trace.chunks), None)
@@ -49,39 +47,39 @@ def pools_of(trace: Trace) -> tuple[str, ...]:
     )
 
 
-def check_bearing(trace: Trace, policies: Mapping[str, Sequence[CapacityPolicy]]) -> None:
-    """Refuse caps that keep or pool by what the trace doesn't hold.
+def check_policies(trace: Trace, policies: Mapping[str, Sequence[CapacityPolicy]]) -> None:
+    """Refuse caps that keep or pool by data that the trace doesn't hold.
 
     Args:
         trace: of choices.
-        policies: whose they are, for the message -> to try on it.
+        policies: owner, for the message -> policies to try on it.
 
     Raises:
         ValueError: naming what is possible.
 
     >>> from paceline.traces import sample
     >>> cap = CapacityPolicy(capacity_factor=1.0)
-    >>> check_bearing(sample("esft_v2lite_law"), {"a plan": [cap]})
+    >>> check_policies(sample("esft_v2lite_law"), {"a plan": [cap]})
     """
-    wanted = [(what, policy) for what, own in policies.items() for policy in own if policy.caps]
-    if not wanted:
+    caps = [(owner, policy) for owner, own in policies.items() for policy in own if policy.caps]
+    if not caps:
         return
-    pools, keeps = pools_of(trace), keeps_of(trace)  # each reads the trace's beginning
-    for what, policy in wanted:
+    pools, keeps = supported_pools(trace), supported_keeps(trace)  # each reads the beginning
+    for owner, policy in caps:
         if policy.pool not in pools:
             raise ValueError(
-                f"{what}: pool={policy.pool!r} needs the token_{policy.pool} of every token, which "
-                f"{trace.where} doesn't hold: allowed are {', '.join(pools)}."
+                f"{owner}: pool={policy.pool!r} needs the token_{policy.pool} of every token, "
+                f"which {trace.where} doesn't hold: allowed are {', '.join(pools)}."
             )
         if policy.max_active is not None and "weight" not in keeps:
             raise ValueError(
-                f"{what}: max_active={policy.max_active} needs weights, which {trace.where} "
+                f"{owner}: max_active={policy.max_active} needs weights, which {trace.where} "
                 "doesn't hold: it keeps the experts with the largest sum of them."
             )
         if policy.factor is not None and policy.keep in KEEPS and policy.keep not in keeps:
             needed = {"weight": "weights", "contribution": "the norms of a calibration"}
             lacking = needed.get(policy.keep, "scores")
             raise ValueError(
-                f"{what}: keep={policy.keep!r} needs {lacking}, which {trace.where} doesn't hold: "
+                f"{owner}: keep={policy.keep!r} needs {lacking}, which {trace.where} doesn't hold: "
                 f"allowed are {', '.join(keeps)}."
             )

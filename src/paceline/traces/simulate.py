@@ -15,7 +15,7 @@ from paceline.balance import Peaks, share, spread, straggler_loss
 from paceline.plan import Plan
 from paceline.progress import Progress
 from paceline.routing import Assignment
-from paceline.traces.policy_support import check_bearing
+from paceline.traces.policy_support import check_policies
 from paceline.traces.results import SimulatedModel, SimulatedPlan, Simulation
 from paceline.traces.simulate_layer import LayerBatches, LayerSimulation, gate_mass_lost
 from paceline.traces.trace import Trace
@@ -78,7 +78,7 @@ def simulate(
         plan.check_model(
             [layer.experts for layer in header.layers], [layer.k or 1 for layer in header.layers]
         )
-    check_bearing(trace, {f"plan {name!r}": plan.policies for name, plan in plans.items()})
+    check_policies(trace, {f"plan {name!r}": plan.policies for name, plan in plans.items()})
     simulations = {
         name: [
             LayerSimulation.of(layer, index, plan, name)

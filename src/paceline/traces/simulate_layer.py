@@ -17,9 +17,8 @@ from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
 from paceline.routing import Assignment, RoutingInputs, route
 from paceline.routing.active import most_active
-from paceline.routing.budget import places_on_host, units_of
-from paceline.routing.candidates import topk_candidates
-from paceline.routing.capacity import tokens_needed
+from paceline.routing.assignment import topk_candidates
+from paceline.routing.limits import capacities_on_host, tokens_needed, units_of
 from paceline.routing.route import check_binding
 from paceline.settings import read_placement
 from paceline.traces.chunk import Chunk
@@ -198,7 +197,7 @@ class LayerSimulation:
         if factor is not None:
             sizes, index = np.unique(batches.tokens, return_inverse=True)
             places = np.stack(
-                [places_on_host(self._units, (factor,), self.k, int(n))[0] for n in sizes]
+                [capacities_on_host(self._units, (factor,), self.k, int(n))[0] for n in sizes]
             )[index]
             full = ((batches.loads @ self._unit) > places).any(1) & ~few
         most = self.policy.max_active

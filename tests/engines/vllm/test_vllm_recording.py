@@ -14,7 +14,6 @@ import torch
 from typer.testing import CliRunner
 from vllm_engines import EXPERTS, LENGTHS, Capped, K, answers
 
-from paceline.engines.vllm.environment import RecordingSettings
 from paceline.engines.vllm.recording import WorkerRecording
 from paceline.traces import open_trace
 from paceline.traces.format import TraceError
@@ -27,7 +26,7 @@ def recording(
     olmoe: Capped, folder: Path, content: Literal["counts", "choices", "scores"] = "counts"
 ) -> Iterator[WorkerRecording]:
     """Record the running engine."""
-    made = WorkerRecording(olmoe.model, RecordingSettings(folder, content), "tiny", 1)
+    made = WorkerRecording(olmoe.model, folder, content, "tiny", 1)
     try:
         yield made
     finally:
@@ -115,6 +114,6 @@ def test_off_records_nothing_and_a_full_folder_is_refused(olmoe: Capped, tmp_pat
     with recording(olmoe, tmp_path / "trace") as made:
         answers(olmoe.llm, tokens=1)
     assert made.describe()["forwards"] == 0
-    with pytest.raises(TraceError, match="holds something"):
-        WorkerRecording(olmoe.model, RecordingSettings(tmp_path / "trace"), "tiny", 1)
+    with pytest.raises(TraceError, match="is not empty"):
+        WorkerRecording(olmoe.model, tmp_path / "trace", "counts", "tiny", 1)
     assert not olmoe.model.layers[0].watchers

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from made_up_calibration import made_up
 from transformers import AutoModelForCausalLM
 from vllm_engines import DEVICES, UNBOUND, Capped, answers, environment, prompts, start
 from vllm_models import make
 
 from paceline import CapacityPolicy, ExpertPlacement, attach
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from made_up_calibration import made_up
 
 LOW = "capacity_factor=0.5,min_expert_load=0"
 COMPENSATED = f"{LOW},compensate=true"

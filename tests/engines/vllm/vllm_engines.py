@@ -36,7 +36,7 @@ def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[Any]:
 
 def start(model: str, dtype: str = "float32", eager: bool = True, **more: Any) -> LLM:
     """Start an engine whose batches are the same every time."""
-    from paceline.engines.vllm.cpu_fixes import search_beside_numba
+    from paceline.engines.vllm.patches import search_beside_numba
 
     gc.collect()  # an engine that ends takes what all engines of a process share with it
     search_beside_numba()  # earlier tests route: a stock engine would not start after them

@@ -23,7 +23,7 @@ from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import Assignment, RoutingInputs
 from paceline.routing.layer_stats import LayerStats
-from paceline.routing.priority import token_priorities
+from paceline.routing.ranking import token_priorities
 from paceline.routing.route import assign
 from paceline.routing.stats import LoadAccumulator
 

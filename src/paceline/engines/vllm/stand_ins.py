@@ -12,10 +12,9 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.model_loader import base_loader
 
 from paceline.engines.vllm.environment import CALIBRATION, read_settings
+from paceline.stand_ins.calibration_file import Calibration, LayerCalibration
 from paceline.stand_ins.compensation import Compensation
-from paceline.stand_ins.file import Calibration
 from paceline.stand_ins.identity import LayerIdentity, of_experts, of_router
-from paceline.stand_ins.layer import LayerCalibration
 
 
 class StandIns:

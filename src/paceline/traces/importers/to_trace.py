@@ -55,7 +55,7 @@ def from_counts(
     Raises:
         TraceError: if a count is negative, no whole number, or too large.
     """
-    where, said, k = source.where, list(notes), k or source.options.k
+    where, remarks, k = source.where, list(notes), k or source.options.k
     table = np.asarray(counts, dtype=np.float64 if shares else None)
     if not shares:
         if not np.isfinite(table).all() or (table != np.round(table)).any():
@@ -70,7 +70,7 @@ def from_counts(
         raise TraceError(f"{where} has no counts: all of it is zero.")
     if not used.all():
         dense = ", ".join(name for name, any_ in zip(names, used, strict=True) if not any_)
-        said.append(f"{dense}: all zero, so taken as dense and left out")
+        remarks.append(f"{dense}: all zero, so taken as dense and left out")
     table = table[:, used]
     world_size = source.options.world_size or 1
     if world_size > 1 and not shares:  # shares are what they are however often they were counted
@@ -80,14 +80,14 @@ def from_counts(
                 "of it."
             )
         table = table // world_size
-        said.append(f"counts divided by world_size={world_size}")
+        remarks.append(f"counts divided by world_size={world_size}")
     if k is not None and not shares and (table.sum(2) % k).any():
-        said.append(f"some tables are no multiple of k={k}: counts of dropped or cut tokens")
+        remarks.append(f"some tables are no multiple of k={k}: counts of dropped or cut tokens")
     kept = [name for name, any_ in zip(names, used, strict=True) if any_]
     header = Header(
         content="shares" if shares else "counts",
         layers=tuple(Layer(name=name, experts=table.shape[2], k=k) for name in kept),
-        batches=batches, model=model, source=program, notes=tuple(said), chunks=1,
+        batches=batches, model=model, source=program, notes=tuple(remarks), chunks=1,
     )  # fmt: skip
     chunk = Chunk(
         starts=torch.arange(table.shape[0] + 1),
@@ -136,10 +136,10 @@ def from_choices(
     Raises:
         TraceError: if an id is no expert, a row names one twice, or nothing is left.
     """
-    where, said, table = source.where, list(notes), np.asarray(ids)
+    where, remarks, table = source.where, list(notes), np.asarray(ids)
     width = _width(table, experts, where)
     if width < table.shape[2]:
-        said.append(f"columns {width} to {table.shape[2] - 1} are -1 throughout: k is {width}")
+        remarks.append(f"columns {width} to {table.shape[2] - 1} are -1 throughout: k is {width}")
     source.agree("k", width)
     table = table[:, :, :width]
     weights = None if weights is None else weights[:, :, :width]
@@ -154,14 +154,14 @@ def from_choices(
         raise TraceError(f"{where} has no row that names {width} experts: nothing was captured.")
     if dense.any():
         left_out = ", ".join(name for name, is_dense in zip(names, dense, strict=True) if is_dense)
-        said.append(f"{left_out}: no row names two experts, so taken as dense and left out")
+        remarks.append(f"{left_out}: no row names two experts, so taken as dense and left out")
     if padding.any():
-        said.append(f"{int(padding.sum())} of {padding.size} tokens have no ids and don't count")
+        remarks.append(f"{int(padding.sum())} of {padding.size} tokens have no ids and don't count")
     kept = np.flatnonzero(~dense).tolist()
     empty = empty[kept]
     lost = empty & ~padding
     if lost.any():
-        said.append(
+        remarks.append(
             f"{int(lost.sum())} rows of a layer name one expert {width} times or none: not "
             "captured, so they don't count in that layer"
         )
@@ -185,7 +185,7 @@ def from_choices(
         content="choices",
         layers=tuple(Layer(name=names[layer], experts=experts, k=width) for layer in kept),
         batches=batches, model=model, source=program, scores_are_weights=scores_are_weights,
-        notes=tuple(said),
+        notes=tuple(remarks),
     )  # fmt: skip
     whole = Chunk(
         starts=torch.from_numpy(np.asarray(starts, dtype=np.int64)),

@@ -21,12 +21,12 @@ from paceline.facts import Facts
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import Assignment, RoutingInputs
-from paceline.routing.priority import token_priorities
+from paceline.routing.ranking import token_priorities
 from paceline.routing.route import assign
 from paceline.routing.stats import LoadAccumulator
+from paceline.stand_ins.calibration_file import LayerCalibration
 from paceline.stand_ins.compensation import Compensation
 from paceline.stand_ins.identity import LayerIdentity, of_experts, of_router
-from paceline.stand_ins.layer import LayerCalibration
 
 RunExperts: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(hidden [..., hidden], ids [tokens, slots], weights [tokens, slots]) -> [..., hidden]; an id
