@@ -22,8 +22,8 @@ from paceline.batches import Sampling, separate
 from paceline.cli.output import progress
 from paceline.demo.assets import held_out, load_model
 from paceline.demo.settings import DEVICES
+from paceline.evaluation.layer_factors import measure_layers
 from paceline.evaluation.perplexity import PolicyRun, change, run_policy
-from paceline.evaluation.sensitivity import measure_layers
 from paceline.files import to_json, write_text
 from paceline.plan import Plan
 from paceline.shipped import CALIBRATION_FOLDER

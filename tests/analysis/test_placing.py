@@ -173,7 +173,7 @@ def test_groups_come_from_the_config(tmp_path: Path) -> None:
         (["./nowhere"], "nowhere"),
         (["sample:esft_v2lite_law", "--out", "no/where/plan.toml"], "there is no folder"),
         (["sample:esft_v2lite_law", "--precision", "int3"], "--precision"),
-        (["sample:esft_v2lite_law", "--batch-tokens", "0"], "tokens must be"),
+        (["sample:esft_v2lite_law", "--batch-tokens", "0"], "tokens must be at least 1"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments: list[str], said: str) -> None:

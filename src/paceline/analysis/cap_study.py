@@ -11,20 +11,24 @@ from typing import Any
 
 import numpy as np
 
-from paceline.analysis.expert_map import ExpertMap
-from paceline.analysis.placing import PlacementSpec, check_same_model, search_maps, stack_layers
+from paceline.analysis.expert_map import ExpertMap, Loads
+from paceline.analysis.placing import (
+    PlacementSpec,
+    check_same_model,
+    measure_balance,
+    search_maps,
+)
 from paceline.analysis.results import ActiveWay, CapFigures, CapLayer, CapPlan, CapStudy, CapWay
 from paceline.analysis.traffic import (
     MAX_BATCHES,
     Part,
-    batch_loads,
     batches_of,
     count_batches,
     picked,
     spread_over,
 )
 from paceline.analysis.verdict import IN_ORDER, PLACED, caps_verdict
-from paceline.balance import Peaks, peaks, unit_matrix
+from paceline.balance import unit_matrix
 from paceline.placement import ExpertPlacement
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
@@ -270,23 +274,12 @@ def _active(trace: Trace, placements: Placements) -> list[ActiveWay]:
 
 def _uncapped(trace: Trace, part: Part, placements: Placements) -> list[CapWay]:
     """Measure every placement without a cap, from load tables alone."""
-    none = np.zeros(len(trace.header.layers))
-    sums = {name: Peaks(("layer",), none, none) for name in placements}
-    device_loads = {
-        name: [np.zeros(p.num_devices) for p in own] for name, own in placements.items()
+    hosts: dict[str, list[Loads]] = {
+        name: [1.0 * unit_matrix(p.expert_to_device, p.num_devices) for p in own]
+        for name, own in placements.items()
     }
-    for loads, _ in batch_loads(trace, part):
-        for name, own in placements.items():
-            tables = [
-                table @ unit_matrix(placement.expert_to_device, placement.num_devices)
-                for table, placement in zip(loads, own, strict=True)
-            ]
-            sums[name] += stack_layers(
-                [peaks(table, ("batch", "device")).over("batch") for table in tables]
-            )
-            for total, table in zip(device_loads[name], tables, strict=True):
-                total += table.sum(0)
-    overall = {name: layers.over("layer") for name, layers in sums.items()}
+    found = measure_balance(trace, part, hosts)
+    overall = {name: layers.over("layer") for name, (layers, _) in found.items()}
     if not overall[IN_ORDER].mean:
         raise ValueError(f"{trace.where} has no assignment: there is nothing to be balanced.")
     return [
@@ -305,10 +298,8 @@ def _uncapped(trace: Trace, part: Part, placements: Placements) -> list[CapWay]:
                     busiest_device=float(ratio) if mean else None,
                     device_loads=total.tolist(),
                 )
-                for total, ratio, mean in zip(
-                    device_loads[name], layers.ratio, layers.mean, strict=True
-                )
+                for total, ratio, mean in zip(rows, layers.ratio, layers.mean, strict=True)
             ],
         )
-        for name, layers in sums.items()
+        for name, (layers, rows) in found.items()
     ]

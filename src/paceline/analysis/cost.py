@@ -61,11 +61,7 @@ class LayerShape:
 
     @property
     def row_flops(self) -> int:
-        """FLOPs of one row (one assignment).
-
-        >>> LayerShape(2048, 1408, 64, 6).row_flops
-        17301504
-        """
+        """FLOPs of one row (one assignment)."""
         return 6 * self.hidden * self.expert_size
 
     @property
@@ -226,14 +222,7 @@ def layer_cost(
 
 
 def device_seconds(rows: ArrayLike, shape: LayerShape, hardware: Hardware) -> Loads:
-    """Compute the seconds of a device's experts, [batches, experts] rows -> [batches].
-
-    >>> from paceline.analysis.hardware import PRESETS
-    >>> one = device_seconds([[1.0]], LayerShape(4096, 14336, 8, 2), PRESETS["h100"])
-    >>> many = device_seconds([[32.0]], LayerShape(4096, 14336, 8, 2), PRESETS["h100"])
-    >>> float(many[0] / one[0]) < 1.1  # reading the weights is nearly all
-    True
-    """
+    """Compute the seconds of a device's experts, [batches, experts] rows -> [batches]."""
     each = np.asarray(rows, dtype=np.float64)
     active = each > 0
     padded = padded_rows(each, hardware.tile)
@@ -260,25 +249,14 @@ def padded_rows(rows: Loads, tile: int) -> Loads:
 
 
 def gate_seconds(tokens: Loads, shape: LayerShape, hardware: Hardware) -> Loads:
-    """Compute the seconds of a device's router, [batches] tokens: one product, reading its input.
-
-    >>> from paceline.analysis.hardware import PRESETS
-    >>> bool(gate_seconds(np.zeros(1), LayerShape(2048, 1024, 64, 8), PRESETS["h100"])[0] == 5e-6)
-    True
-    """
+    """Compute the seconds of a device's router, [batches] tokens: a product and its input."""
     wide = BYTES["fp32"] if shape.precision == "fp32" else BYTES["bf16"]
     product = tokens * 2 * shape.hidden * shape.experts / hardware.flops
     return np.asarray(hardware.launch + product + tokens * shape.hidden * wide / hardware.memory)
 
 
 def shared_seconds(tokens: Loads, shape: LayerShape, hardware: Hardware) -> Loads:
-    """Compute the seconds of a device's shared experts, [batches] tokens, as one more expert's.
-
-    >>> from paceline.analysis.hardware import PRESETS
-    >>> one = LayerShape(2048, 1408, 64, 6, shared=2816)
-    >>> bool(shared_seconds(np.ones(1), one, PRESETS["h100"])[0] > 5e-6)
-    True
-    """
+    """Compute the seconds of a device's shared experts, [batches] tokens, as one more expert's."""
     if not shape.shared:
         return np.zeros(len(tokens))
     alone = replace(shape, expert_size=shape.shared, shared=0)
@@ -290,10 +268,6 @@ def exchange_seconds(received: Loads, devices: int, hardware: Hardware) -> Loads
 
     Bytes from devices of its own machine and from others arrive at the same time, over links of
     their own; the slower of the two counts.
-
-    >>> from paceline.analysis.hardware import PRESETS
-    >>> round(float(exchange_seconds(np.array([376e6]), 8, PRESETS["h100"])[0]) * 1e3, 2)  # ms
-    1.02
     """
     if devices == 1:
         return np.zeros_like(received)

@@ -57,11 +57,7 @@ class ExpertMap:
 
     @classmethod
     def contiguous(cls, num_experts: int, num_devices: int) -> ExpertMap:
-        """Put experts in order, the default of engines.
-
-        >>> ExpertMap.contiguous(4, 2).slots
-        (0, 1, 2, 3)
-        """
+        """Put experts in order, the default of engines."""
         return cls(tuple(range(num_experts)), num_experts, num_devices)
 
     @classmethod
@@ -129,7 +125,13 @@ class ExpertMap:
         table = load_table(loads)
         if table.shape[1] != self.num_experts:
             raise ValueError(f"loads must be of {self.num_experts} experts, got {table.shape[1]}")
-        return self.slot_loads(table) @ unit_matrix(self.device_of_slot, self.num_devices)
+        return np.asarray(table @ self.hosts)
+
+    @property
+    def hosts(self) -> Loads:
+        """[experts, devices] share of each expert's rows that each device computes."""
+        slots = unit_matrix(self.slots, self.num_experts).T / np.array(self.copies)[:, None]
+        return np.asarray(slots @ unit_matrix(self.device_of_slot, self.num_devices))
 
     def slot_loads(self, table: Loads) -> Loads:
         """Share the rows of each expert among its slots, [batches, experts] -> [batches, slots]."""
@@ -137,11 +139,7 @@ class ExpertMap:
 
 
 def maps_in_order(maps: Sequence[ExpertMap]) -> list[ExpertMap]:
-    """Put as many experts on as many devices in order.
-
-    >>> maps_in_order([ExpertMap((1, 0), 2, 2)])[0].slots
-    (0, 1)
-    """
+    """Put as many experts on as many devices in order."""
     return [ExpertMap.contiguous(own.num_experts, own.num_devices) for own in maps]
 
 
@@ -186,20 +184,12 @@ def replica_bytes(
 
 
 def vllm(maps: Mapping[int, ExpertMap], hidden_layers: int) -> str:
-    """Write the JSON list [MoE layers][slots] of vLLM's physical_to_logical_map.
-
-    >>> vllm({1: ExpertMap.contiguous(2, 1)}, hidden_layers=3)
-    '[[0, 1]]\\n'
-    """
+    """Write the JSON list [MoE layers][slots] of vLLM's physical_to_logical_map."""
     return json.dumps([list(layer.slots) for _, layer in _ordered(maps)]) + "\n"
 
 
 def vllm_ascend(maps: Mapping[int, ExpertMap], hidden_layers: int) -> str:
-    """Write the JSON of vLLM Ascend's expert_map_path: experts by MoE layer and device.
-
-    >>> vllm_ascend({1: ExpertMap.contiguous(2, 1)}, hidden_layers=3)[:60]
-    '{"moe_layer_count": 1, "layer_list": [{"layer_id": 0, "devic'
-    """
+    """Write the JSON of vLLM Ascend's expert_map_path: experts by MoE layer and device."""
     layers = []
     for index, (_, layer) in enumerate(_ordered(maps)):
         hosted: list[list[int]] = [[] for _ in range(layer.num_devices)]
@@ -217,9 +207,6 @@ def sglang(maps: Mapping[int, ExpertMap], hidden_layers: int) -> str:
 
     Every hidden layer has a row; dense ones get experts in order, repeated, as in SGLang's own
     trivial map.
-
-    >>> sglang({1: ExpertMap((1, 0), 2, 1)}, hidden_layers=2)
-    '{"physical_to_logical_map": [[0, 1], [1, 0]]}\\n'
     """
     any_layer = next(iter(maps.values()))
     trivial = [slot % any_layer.num_experts for slot in range(len(any_layer.slots))]
@@ -228,15 +215,7 @@ def sglang(maps: Mapping[int, ExpertMap], hidden_layers: int) -> str:
 
 
 def tensorrt_llm(maps: Mapping[int, ExpertMap], hidden_layers: int) -> str:
-    """Write the YAML of TensorRT-LLM's moe_load_balancer: experts of slots, by hidden layer.
-
-    >>> print(tensorrt_llm({1: ExpertMap((1, 0), 2, 1)}, hidden_layers=2))
-    initial_global_assignments:
-      1: [1, 0]
-    layer_updates_per_iter: 0
-    num_slots: 2
-    <BLANKLINE>
-    """
+    """Write the YAML of TensorRT-LLM's moe_load_balancer: experts of slots, by hidden layer."""
     lines = [f"  {number}: {list(layer.slots)}" for number, layer in _ordered(maps)]
     slots = len(next(iter(maps.values())).slots)
     return "\n".join(

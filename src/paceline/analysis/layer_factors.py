@@ -66,11 +66,7 @@ def share_bound(
 
 
 def between(measured: Array, curve: Array, at: Array) -> Array:
-    """Interpolate losses, [points]: the square root is linear between measured factors.
-
-    >>> between(np.array([0.5, 1.5]), np.array([4.0, 0.0]), np.array([1.0])).tolist()
-    [1.0]
-    """
+    """Interpolate losses, [points]: the square root is linear between measured factors."""
     root: Array = np.interp(at, measured, np.sqrt(curve))
     return root**2
 

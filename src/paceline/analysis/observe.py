@@ -158,18 +158,18 @@ def _threshold(layers: Sequence[LayerStats]) -> tuple[float | None, float | None
 def _overall(layers: Sequence[LayerStats]) -> OverallStats:
     """Combine the statistics of all layers, which run one after the other."""
     weights = [layer.assignments for layer in layers]
-    peaks = {
+    peaks: dict[str, Any] = {
         f"{unit}_peak_to_mean_{when}": combine_peaks(
             [getattr(layer, f"{unit}_peak_to_mean_{when}") for layer in layers], weights
         )
         for unit in ("device", "expert")
         for when in ("before", "after")
     }
-    active = {
+    active: dict[str, Any] = {
         name: sum(getattr(layer, name) for layer in layers) / len(layers)
         for name in ("most_active_experts_before", "most_active_experts_after")
     }
-    sums = {
+    sums: dict[str, Any] = {
         name: sum(getattr(layer, name) for layer in layers)
         for name in ("forwards", "capped_forwards", "narrowed_forwards", "tokens_without_expert")
     }

@@ -135,9 +135,6 @@ def greedy_map(loads: ArrayLike, num_devices: int) -> ExpertMap:
 
     Raises:
         ValueError: if loads is not a table [batches, experts].
-
-    >>> greedy_map([[5, 1, 1, 5]], num_devices=2).slots
-    (0, 1, 2, 3)
     """
     table = load_table(loads)
     sizes = ExpertPlacement.contiguous(table.shape[1], num_devices).sizes
@@ -147,11 +144,7 @@ def greedy_map(loads: ArrayLike, num_devices: int) -> ExpertMap:
 
 
 def fit_pieces(loads: ArrayLike) -> Loads:
-    """Merge to at most MAX_PIECES pieces and damp them, [pieces, experts].
-
-    >>> fit_pieces([[8, 0], [0, 8]]).tolist()
-    [[7.0, 1.0], [1.0, 7.0]]
-    """
+    """Merge to at most MAX_PIECES pieces and damp them, [pieces, experts]."""
     table = load_table(loads)
     if len(table) > MAX_PIECES:
         starts = np.arange(MAX_PIECES) * len(table) // MAX_PIECES
@@ -188,9 +181,6 @@ def improve(items: Loads, bin_of: Ids, cell_of_bin: Ids) -> Ids:
         items: [pieces, items] load of each item.
         bin_of: [items] where each starts.
         cell_of_bin: [bins] items are swapped inside a cell only.
-
-    >>> improve(np.array([[4.0, 4, 0, 0]]), np.array([0, 0, 1, 1]), np.array([0, 0])).tolist()
-    [1, 0, 0, 1]
     """
     bin_of = bin_of.copy()
     bins = len(cell_of_bin)

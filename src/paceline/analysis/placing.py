@@ -89,13 +89,7 @@ class SearchedMaps:
 def search_maps(
     trace: Trace, part: Part, spec: PlacementSpec, progress: Progress | None = None
 ) -> SearchedMaps:
-    """Search the map of every layer on some batches.
-
-    >>> from paceline.traces import sample
-    >>> found = search_maps(sample("gpt_oss_20b_decode"), Part(0, 8), PlacementSpec(devices=8))
-    >>> len(found.alone), found.replicated
-    (6, [])
-    """
+    """Search the map of every layer on some batches."""
     pieces = pieces_of(trace, part, progress)
     alone = [search_map(loads, spec.shape(loads.shape[1], 0)) for loads in pieces]
     replicated = pieces if spec.replicas else []
@@ -105,12 +99,7 @@ def search_maps(
 
 
 def layer_plan(trace: Trace, maps: Sequence[ExpertMap], policies: Sequence[CapacityPolicy]) -> Plan:
-    """Make a plan of maps and policies; what is the same in all layers stands in it once.
-
-    >>> from paceline.traces import sample
-    >>> layer_plan(sample("gpt_oss_20b_decode"), [ExpertMap.contiguous(32, 8)] * 6, []).placements
-    (8,)
-    """
+    """Make a plan of maps and policies; what is the same in all layers stands in it once."""
     replicated = any(own.replicas for own in maps)
     contiguous = all(own.slots == tuple(range(own.num_experts)) for own in maps)
     in_order = replicated or contiguous
@@ -246,21 +235,10 @@ def judge_placements(
         ways: name -> map of each layer; gains refer to "in_order".
         trace: whose batches.
         part: which of them.
-
-    >>> from paceline.traces import sample
-    >>> maps = [ExpertMap.contiguous(32, 8)] * 6
-    >>> judge_placements({"in_order": maps}, sample("gpt_oss_20b_decode"), Part(0, 9)).batches
-    9
     """
-    none = np.zeros(len(trace.header.layers))
-    sums = {name: Peaks(("layer",), none, none) for name in ways}
-    for loads, _ in batch_loads(trace, part):
-        for name, maps in ways.items():
-            layers = [
-                peaks(own.device_loads(table), ("batch", "device")).over("batch")
-                for own, table in zip(maps, loads, strict=True)
-            ]
-            sums[name] += stack_layers(layers)
+    hosts = {name: [own.hosts for own in maps] for name, maps in ways.items()}
+    found = measure_balance(trace, part, hosts)
+    sums = {name: layers for name, (layers, _) in found.items()}
     overall = {name: float(layers.over("layer").ratio) for name, layers in sums.items()}
     return JudgedPlacements(
         batches=part.end - part.first,
@@ -277,10 +255,31 @@ def judge_placements(
     )
 
 
-def stack_layers(layers: Sequence[Peaks]) -> Peaks:
-    """Stack the peaks of layers along a new axis "layer"."""
-    busiest = np.array([layer.busiest for layer in layers])
-    return Peaks(("layer",), busiest, np.array([layer.mean for layer in layers]))
+def measure_balance(
+    trace: Trace, part: Part, hosts: Mapping[str, Sequence[Loads]]
+) -> dict[str, tuple[Peaks, list[Loads]]]:
+    """Measure the balance of each layer on some batches, by placement.
+
+    Args:
+        trace: whose batches.
+        part: which of them.
+        hosts: name -> [layers] tables [experts, devices], the share of each expert's rows that a
+            device computes.
+
+    Returns:
+        name -> (peaks of devices with the axis "layer", [layers] rows of each device).
+    """
+    none = np.zeros(len(trace.header.layers))
+    sums = {name: Peaks(("layer",), none, none) for name in hosts}
+    rows = {name: [np.zeros(host.shape[1]) for host in own] for name, own in hosts.items()}
+    for loads, _ in batch_loads(trace, part):
+        for name, own in hosts.items():
+            devices = [table @ host for table, host in zip(loads, own, strict=True)]
+            layers = [peaks(table, ("batch", "device")).over("batch") for table in devices]
+            busiest = np.array([layer.busiest for layer in layers])
+            sums[name] += Peaks(("layer",), busiest, np.array([layer.mean for layer in layers]))
+            rows[name] = [a + b.sum(0) for a, b in zip(rows[name], devices, strict=True)]
+    return {name: (sums[name], rows[name]) for name in hosts}
 
 
 def check_same_model(trace: Trace, judge: Trace) -> None:

@@ -66,10 +66,6 @@ class Goal:
         """Mean rows per expert below which a cap is left off.
 
         There rows take less than a fifth of the experts' time, and the rest is reading weights.
-
-        >>> from paceline.analysis.hardware import PRESETS
-        >>> Goal(PlacementSpec(8), LayerShape(2048, 1408, 64, 6), PRESETS["h100"]).min_expert_load
-        60
         """
         reading = self.hardware.per_expert + self.shape.expert_bytes / self.hardware.memory
         row = self.shape.row_flops / self.hardware.reachable(self.shape.precision)
@@ -86,13 +82,6 @@ def options(goal: Goal, *traces: Trace) -> list[CapacityPolicy]:
 
     Raises:
         ValueError: if a trace lacks what the goal's pool needs.
-
-    >>> from paceline.analysis.cost import LayerShape
-    >>> from paceline.analysis.hardware import PRESETS
-    >>> from paceline.traces import sample
-    >>> goal = Goal(PlacementSpec(8), LayerShape(2880, 2880, 32, 4), PRESETS["h100"])
-    >>> [p.max_active for p in options(goal, sample("gpt_oss_20b_decode"))]
-    [None, 2, 3]
     """
     possible = [supported_keeps(trace) for trace in traces]
     keep = next(k for k in possible[0] if all(k in keeps for keeps in possible))

@@ -116,14 +116,6 @@ def plan_costs(
 
     Raises:
         ValueError: as `paceline.traces.simulate` does.
-
-    >>> from paceline.analysis.hardware import PRESETS
-    >>> from paceline.traces import sample
-    >>> shape = LayerShape(2048, 1408, 64, 6)
-    >>> trace = sample("esft_v2lite_law").regrouped(2048)
-    >>> found = plan_costs(trace, {"in order": Plan(placements=(8,))}, shape, PRESETS["h100"])
-    >>> sum(found["in order"].seconds) > sum(found["in order"].balanced)
-    True
     """
     layers = len(trace.header.layers)
     placements = {

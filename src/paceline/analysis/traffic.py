@@ -36,9 +36,6 @@ class Part:
     Attributes:
         first: number of the first one.
         end: number after the last one.
-
-    >>> Part(first=0, end=4)
-    Part(first=0, end=4)
     """
 
     first: int
@@ -61,12 +58,7 @@ def batches_of(trace: Trace, batch_tokens: int | None) -> Trace:
 
 
 def count_batches(trace: Trace) -> int:
-    """Count the batches of a trace.
-
-    >>> from paceline.traces import sample
-    >>> count_batches(sample("gpt_oss_20b_decode"))
-    64
-    """
+    """Count the batches of a trace."""
     return sum(chunk.batches for chunk in trace.chunks)
 
 
@@ -74,10 +66,6 @@ def pieces_of(trace: Trace, part: Part, progress: Progress | None = None) -> lis
     """Cut some batches into pieces to fit placements on: [layers] tables [pieces, experts].
 
     Progress is called with the chunks read, of about how many.
-
-    >>> from paceline.traces import sample
-    >>> pieces_of(sample("gpt_oss_20b_decode"), Part(0, 8))[0].shape
-    (8, 32)
     """
     kept: list[Loads] = []
     merged = 1  # pieces summed up in each table that is kept
@@ -105,13 +93,7 @@ def pieces_of(trace: Trace, part: Part, progress: Progress | None = None) -> lis
 
 
 def batch_loads(trace: Trace, part: Part) -> Iterator[tuple[list[Loads], Loads]]:
-    """Yield some batches at a time: ([layers] tables [batches, experts], [batches] tokens).
-
-    >>> from paceline.traces import sample
-    >>> loads, tokens = next(batch_loads(sample("gpt_oss_20b_decode"), Part(0, 3)))
-    >>> loads[0].shape, tokens.tolist()
-    ((3, 32), [64.0, 64.0, 64.0])
-    """
+    """Yield some batches at a time: ([layers] tables [batches, experts], [batches] tokens)."""
     start = 0
     k = np.array([layer.k or 1 for layer in trace.header.layers])
     for table in load_tables(trace):
@@ -142,12 +124,7 @@ def spread_over(part: Part, at_most: int) -> list[int]:
 
 
 def picked(trace: Trace, numbers: list[int]) -> Trace:
-    """Pick some batches of a trace of choices, by ascending number; they are kept in memory.
-
-    >>> from paceline.traces import sample
-    >>> count_batches(picked(sample("gpt_oss_20b_decode"), [0, 5, 63]))
-    3
-    """
+    """Pick some batches of a trace of choices, by ascending number; they are kept in memory."""
     return Trace(trace.header, tuple(_picked(trace.chunks, numbers)), trace.where)
 
 
@@ -204,12 +181,6 @@ def with_replicas(trace: Trace, maps: Sequence[ExpertMap]) -> Trace:
     Args:
         trace: of choices.
         maps: of each layer, with equally many slots.
-
-    >>> from paceline.traces import sample
-    >>> trace = sample("gpt_oss_20b_decode")
-    >>> maps = [ExpertMap((*range(32), 0), 32, 3)] * 6
-    >>> with_replicas(trace, maps).header.layers[0].experts
-    33
     """
     layers = tuple(
         layer.model_copy(update={"experts": len(own.slots)})

@@ -265,7 +265,7 @@ def _base(texts: list[str], bound: float | None) -> CapacityPolicy:
     Raises:
         ValueError: if there are several policies, no factor, or two.
     """
-    from paceline.evaluation.sensitivity import bound_of
+    from paceline.evaluation.layer_factors import bound_of
     from paceline.policy import CapacityPolicy
 
     if len(texts) > 1:
@@ -292,7 +292,7 @@ def _choose(
     places: Plan, fitted: Calibration | None, folder: Path | None, out: Path,
 ) -> dict[str, Any]:  # fmt: skip
     """Choose a factor per layer, write the plan, and return what was measured."""
-    from paceline.evaluation.sensitivity import measure_layers
+    from paceline.evaluation.layer_factors import measure_layers
 
     with progress() as tell:
         found = measure_layers(
@@ -312,7 +312,7 @@ def _choose(
     )
     out.mkdir(mode=0o700, parents=True, exist_ok=True)
     plan.save(out / PLAN)
-    return found.to_dict(base) | {"plan": str(out / PLAN)}
+    return found.result(base).to_dict() | {"plan": str(out / PLAN)}
 
 
 def _show_factors(result: Mapping[str, Any]) -> None:

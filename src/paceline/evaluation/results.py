@@ -322,10 +322,15 @@ class Batches(Form):
     found: int
 
 
-class Made(Form):
-    """Origin of a result: when, where and by which command it was made."""
+class Schema(Form):
+    """Content of a file, which names its form."""
 
     form: str = Field(alias="schema")
+
+
+class Made(Schema):
+    """Origin of a result: when, where and by which command it was made."""
+
     created: str
     machine: dict[str, Any]
     versions: dict[str, str]

@@ -226,8 +226,9 @@ class _LoadSums:
             self._group_tokens[group] = self._group_tokens.get(group, 0) + tokens
 
     def _device_loads(self, loads: Array) -> Array:
-        """[batches, layers, experts] -> [batches, layers, devices]."""
-        return np.matmul(loads.swapaxes(0, 1), self._host).swapaxes(0, 1)
+        """Add up expert loads, [batches, layers, experts] -> [batches, layers, devices]."""
+        loads_by_layer: Array = np.matmul(loads.swapaxes(0, 1), self._host)
+        return loads_by_layer.swapaxes(0, 1)
 
     @property
     def tokens(self) -> int | None:
@@ -235,7 +236,8 @@ class _LoadSums:
         return None if self._tokens is None or self._shares else int(self._tokens.max())
 
     def _figures(self) -> tuple[Peaks, Peaks, Array, Array]:
-        """Peaks of devices and of experts, and [batches, layers] active experts, most per device.
+        """Return the peaks of devices and of experts, and [batches, layers] active experts, in all
+        and on the device with the most.
 
         Raises:
             ValueError: if there is no batch with a token.
