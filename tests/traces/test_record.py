@@ -202,7 +202,7 @@ from paceline.traces.record import Recorder
 model, tokenizer = load_model()
 ids = torch.tensor(tokenizer(read_text("prose"), verbose=False)["input_ids"])
 with attach(model) as pace, torch.no_grad():
-    Recorder(pace, Path(sys.argv[1]), "choices", chunk_bytes=20_000)
+    Recorder(pace, Path(sys.argv[1]), "choices", chunk_bytes=8_000)
     for batch in range(10**6):
         start = 64 * (batch % 20)
         model(ids[None, start : start + 64])
@@ -220,7 +220,7 @@ def test_a_killed_recording_loses_its_last_chunk_at_most(demo: Any, tmp_path: Pa
     lines = []
     for line in process.stdout:
         lines.append(int(line))
-        if len(lines) >= 40:
+        if len(lines) >= 16:
             time.sleep(0.013)
             break
     os.kill(process.pid, signal.SIGKILL)

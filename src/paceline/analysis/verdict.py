@@ -25,26 +25,34 @@ _LITTLE = 0.05  # an average wait below this is hardly worth a cap
 _SHOWN = 0.05  # a share of repeated rows that is worth a line
 
 
-def waiting(peak_to_mean: float, devices: int, where: str = "") -> str:
-    """Say how long an average device waits, without a full stop.
+def waiting(peak_to_mean: float, devices: int, note: str = "", batches: str = "") -> str:
+    """Say how long an average device waits.
+
+    Args:
+        peak_to_mean: of the devices.
+        devices: how many there are.
+        note: added to the figure in brackets.
+        batches: the kind of batches, where there are several.
 
     >>> waiting(1.6, 8)
-    'An average device waits 38% of the expert time for the busiest of 8 (1.60× the mean load)'
+    'An average device waits 38% of the expert time for the busiest of 8 (1.60× the mean load).'
     """
+    start = f"On {batches}, an" if batches else "An"
     wait = percent(straggler_loss(peak_to_mean), 0)
     return (
-        f"An average device waits {wait} of the expert time for the busiest of {devices} "
-        f"({times(peak_to_mean)} the mean load{where})"
+        f"{start} average device waits {wait} of the expert time for the busiest of {devices} "
+        f"({times(peak_to_mean)} the mean load{note})."
     )
 
 
 def ceiling(speedup: float) -> str:
-    """Say what perfect balance would gain.
+    """State the gain of perfect balance; a small one, as such.
 
     >>> ceiling(1.6)
     'Perfect balance would make the expert part at most 1.60× as fast.'
     """
-    return f"Perfect balance would make the expert part at most {times(speedup)} as fast."
+    line = f"Perfect balance would make the expert part at most {times(speedup)} as fast."
+    return f"{line} There is little to gain here." if straggler_loss(speedup) < _LITTLE else line
 
 
 # Loads of a model on text: a result of `observe_loads`.
@@ -66,11 +74,9 @@ def model_verdict(result: ModelLoads) -> list[str]:
         ]
     else:
         lines = [
-            f"{waiting(peak, devices)}. {ceiling(peak)} These are bounds from the loads: "
-            "communication and attention are not included."
+            f"{waiting(peak, devices)} {ceiling(peak)} Communication and attention are not "
+            "included."
         ]
-        if straggler_loss(peak) < _LITTLE:
-            lines.append("These loads are nearly balanced: a cap has little to gain here.")
     if result.policy is not None:
         lines.append(_policy_effect(result, peak, degenerate))
     return lines
@@ -125,7 +131,7 @@ def trace_verdict(result: TraceLoads) -> list[str]:
     """Describe a result of `trace_loads`: the wait, the ceiling, and how far to trust them."""
     overall = result.overall
     lines = [
-        f"{waiting(overall.device_peak_to_mean, result.devices, ', over batches and layers')}. "
+        f"{waiting(overall.device_peak_to_mean, result.devices, ', over batches and layers')} "
         f"{ceiling(overall.perfect_balance_speedup)}"
     ]
     if result.batches == 1:
@@ -218,7 +224,7 @@ def caps_verdict(study: CapStudy, most: float = 0.01) -> list[str]:
     """
     base = study.way(IN_ORDER)
     assert base.busiest_device is not None
-    lines = [f"{waiting(base.busiest_device, study.devices, f'; {study.judged_on}, in order')}."]
+    lines = [waiting(base.busiest_device, study.devices, f"; {study.judged_on}, experts in order")]
     names = [IN_ORDER]
     if PLACED in study.expert_to_device:
         names.append(PLACED)

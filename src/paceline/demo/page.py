@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.analysis.verdict import ceiling, waiting
 from paceline.bench.emulated import ExpertTime
 from paceline.demo.assets import shipped_decode, shipped_sweep
 from paceline.demo.run import DemoResult, Findings, LayerTable, PolicyPart, PolicyRow, run_demo
@@ -242,14 +243,9 @@ def _headline(result: DemoResult, parts: Mapping[str, PolicyPart]) -> str:
 
 def _waiting(result: DemoResult, kind: str) -> str:
     overall = result.stragglers[kind].overall
-    peak = times(overall.device_peak_to_mean)
-    little = " There is little to gain here." if overall.straggler_loss < 0.05 else ""
-    return (
-        f"On {KINDS[kind]} an average device waits {percent(overall.straggler_loss, 0)} of the "
-        f"expert time for the busiest one ({peak} the mean; worst layer and batch "
-        f"{times(overall.device_peak_to_mean_worst)}). Perfect balance would make the expert "
-        f"part at most {peak} as fast.{little}"
-    )
+    peak, devices = overall.device_peak_to_mean, int(result.model["devices"])
+    worst = f"; worst layer and batch {times(overall.device_peak_to_mean_worst)}"
+    return f"{waiting(peak, devices, worst, KINDS[kind])} {ceiling(peak)}"
 
 
 def _cap(result: DemoResult, kind: str) -> str:
