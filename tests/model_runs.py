@@ -1,15 +1,16 @@
-"""What the engine tests share: models built once, forwards, an untouched model's routes."""
+"""Runs of tiny models that tests share: built once, forwards, an untouched model's routes."""
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 from math import ceil
 from typing import Any
 
+import pytest
 import tiny_models
 import torch
 from row_counter import RowCounter
@@ -22,6 +23,11 @@ IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 def model_of(name: str) -> Any:
     """A tiny model, shared: a test must leave it as it found it."""
     return tiny_models.build(name)
+
+
+def first_tier(names: Iterable[str], chosen: Iterable[str]) -> list[Any]:
+    """Return parameters of which all but those chosen run in `make test-all` alone."""
+    return [pytest.param(n, marks=() if n in chosen else pytest.mark.full) for n in names]
 
 
 @contextmanager

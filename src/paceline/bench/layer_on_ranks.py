@@ -71,7 +71,7 @@ def time_layer(
     return results
 
 
-def _decide(
+def _assignment(
     inputs: RoutingInputs, policy: CapacityPolicy | None, parallel: ExpertParallel
 ) -> Assignment:
     """Return this rank's assignment, as an attached model routes."""
@@ -108,8 +108,8 @@ def _round(
     else:
         policy, ids, weights = policies[name], inputs.topk_ids, inputs.topk_weights
         if policy is not None:
-            decided = _decide(inputs, policy, parallel)
-            ids, weights = decided.topk_ids, decided.topk_weights
+            assigned = _assignment(inputs, policy, parallel)
+            ids, weights = assigned.topk_ids, assigned.topk_weights
         tick("route")
         parallel.clock = tick
         parallel(hidden, ids, weights)
@@ -135,13 +135,15 @@ def _count(
 ) -> None:
     """Count loads, drops and bytes of one layer, over all ranks."""
     before = parallel.bytes_sent
-    decided = _decide(workload.gate(workload.hidden), policies.get(name), parallel)
+    assigned = _assignment(workload.gate(workload.hidden), policies.get(name), parallel)
     device = torch.tensor([*placement.expert_to_device, placement.num_devices])
-    rows = torch.bincount(device[decided.topk_ids.reshape(-1)], minlength=placement.num_devices + 1)
-    genuine = torch.stack([decided.expert_loads_before.sum(), decided.dropped])
-    parallel(workload.hidden, decided.topk_ids, decided.topk_weights)
+    rows = torch.bincount(
+        device[assigned.topk_ids.reshape(-1)], minlength=placement.num_devices + 1
+    )
+    genuine = torch.stack([assigned.expert_loads_before.sum(), assigned.dropped])
+    parallel(workload.hidden, assigned.topk_ids, assigned.topk_weights)
     sent = parallel.bytes_sent - before
-    totals = torch.cat([rows[:-1].double(), genuine.double(), decided.gate_mass])
+    totals = torch.cat([rows[:-1].double(), genuine.double(), assigned.gate_mass])
     totals = torch.cat([totals, totals.new_tensor([sent])])
     dist.all_reduce(totals)
     counts: list[Any] = totals.tolist()

@@ -214,7 +214,7 @@ def compare_layers(results: Mapping[str, LayerTimings]) -> list[LayerRow]:
                 bound=bound,
                 speedup=faster,
                 share_of_bound=share_of(faster, bound),
-                # None where a policy left the busiest device's experts nothing to do
+                # None where the busiest device's experts got no row
                 experts_speedup=ratios(base.stages["experts"], experts) if all(experts) else None,
             )
         )

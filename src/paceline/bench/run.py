@@ -129,7 +129,7 @@ def bench_layer(
         ValueError: if these don't fit together.
     """
     if (model is None) == (shape is None) or (model is not None and text_ids is None):
-        raise ValueError("either shape, or model with text_ids, must be given.")
+        raise ValueError("one of shape, or model with text_ids, must not be None.")
     check_count("tokens", tokens)
     check_count("rounds", rounds)
     check_count("layer", layer, 0)

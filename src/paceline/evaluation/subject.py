@@ -25,7 +25,7 @@ from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
 from paceline.settings import PoliciesLike
 from paceline.stand_ins.calibration_file import Calibration
-from paceline.stand_ins.identity import plain
+from paceline.stand_ins.identity import plain_parts
 
 BASELINE = "none"
 """Name of the run without a policy, which everything is compared with."""
@@ -128,7 +128,7 @@ class Subject:
         """
         seen = hashlib.sha256()
         weights = self.model.state_dict().items()
-        for name, weight in (part for own, whole in weights for part in plain(own, whole)):
+        for name, weight in (part for own, whole in weights for part in plain_parts(own, whole)):
             seen.update(f"{name} {list(weight.shape)} {weight.dtype} {weight.device.type}".encode())
             if weight.device.type != "meta" and weight.numel():
                 step = max(1, weight.numel() // _SAMPLED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -131,8 +132,12 @@ def test_caches_make_no_difference(model: Any, cache: str) -> None:
         first = pace.stats()
         pace.reset_stats()
         got = model.generate(**given, **KWARGS, cache_implementation=cache)
-        assert pace.stats() == first
+        again = pace.stats()
     assert torch.equal(got, want)
+    for layer, other in zip(again.layers, first.layers, strict=True):
+        # attention over a longer cache rounds otherwise, and so do gate scores
+        assert layer.gate_mass_kept == pytest.approx(other.gate_mass_kept, abs=1e-7)
+        assert replace(layer, gate_mass_kept=other.gate_mass_kept) == other
     assert all(layer.narrowed_forwards == 5 for layer in first.layers)
 
 

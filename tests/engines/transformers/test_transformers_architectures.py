@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from model_runs import (
     choices,
     counted,
     fingerprint,
+    first_tier,
     implementation,
     loads,
     output,
@@ -37,13 +37,7 @@ SCORED = {
 """Of every scoring rule and every way to leave out a slot."""
 
 
-def first_tier(chosen: set[str], names: Sequence[str] = ALL) -> list[Any]:
-    """Return parameters of which all but those chosen run in `make test-all` alone."""
-    assert chosen <= set(names)
-    return [pytest.param(n, marks=() if n in chosen else pytest.mark.full) for n in names]
-
-
-@pytest.mark.parametrize("name", first_tier(SCORED | REFUSED))
+@pytest.mark.parametrize("name", first_tier(ALL, SCORED | REFUSED))
 def test_architecture(name: str) -> None:
     level, row = support_matrix.support_row(name)
     if f"Transformers {transformers.__version__} " in PAGE:
@@ -116,7 +110,7 @@ def _check_larger_factors(model: Any, given: Any, keep: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", first_tier({"mixtral", "deepseek_v3"}, [n for n in ALL if n not in REFUSED])
+    "name", first_tier([n for n in ALL if n not in REFUSED], {"mixtral", "deepseek_v3"})
 )
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
 def test_no_graph_breaks_in_the_routing(name: str) -> None:

@@ -17,7 +17,7 @@ import multimodal_models as whole
 import pytest
 import tiny_models
 import torch
-from model_runs import model_of
+from model_runs import capacity, counted, first_tier, model_of
 from torch import Tensor
 
 from paceline import CapacityPolicy, attach
@@ -36,7 +36,8 @@ READ_VIDEOS = [
 ALIKE = ("glm4v_moe", "hy_v4_vl")
 # its canvas is no part of the text, and is refined in place instead of being continued
 CONTINUE = [name for name in READ_PICTURES if name != "diffusion_gemma"]
-
+# token types; patches beside a grid; experts in a tower and sounds; experts per modality
+FIRST = {"deepseek_ocr2", "qwen3_vl_moe", "dots3_note", "ernie4_5_vl_moe"}
 
 LEFT_OUT = {
     "llama4": "attach refuses its experts",
@@ -116,13 +117,13 @@ def check_prompt(package: str, prompt: whole.Prompt, kind: str, pixels: str) -> 
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("package", READ_PICTURES)
+@pytest.mark.parametrize("package", first_tier(READ_PICTURES, FIRST))
 def test_several_pictures_beside_padding(package: str, side: str) -> None:
     prompt = whole.prompt(package, image=(2, 0, 1), side=side)
     check_prompt(package, prompt, "image", "pixel_values")
 
 
-@pytest.mark.parametrize("package", READ_VIDEOS)
+@pytest.mark.parametrize("package", first_tier(READ_VIDEOS, FIRST))
 def test_videos_are_told_from_pictures(package: str) -> None:
     both = package not in ALIKE
     prompt = whole.prompt(package, image=(1, 0, 1) if both else (0, 0, 0), video=(1, 1, 0))
@@ -131,13 +132,13 @@ def test_videos_are_told_from_pictures(package: str) -> None:
         check_prompt(package, prompt, "image", "pixel_values")
 
 
-@pytest.mark.parametrize("package", READ_SOUNDS)
+@pytest.mark.parametrize("package", first_tier(READ_SOUNDS, FIRST))
 def test_sounds(package: str) -> None:
     prompt = whole.prompt(package, audio=(2, 0, 1))
     check_prompt(package, prompt, "audio", next(n for n in whole.PIXELS if n in prompt.given))
 
 
-@pytest.mark.parametrize("package", CONTINUE)
+@pytest.mark.parametrize("package", first_tier(CONTINUE, FIRST))
 def test_tokens_generated_behind_pictures_are_text(package: str) -> None:
     model, prompt = whole.build(package), whole.prompt(package, image=(2, 0, 1))
     with attach(model, CAP) as pace:
@@ -162,7 +163,7 @@ def _parts_of(prompt: whole.Prompt) -> tuple[Tensor, Tensor]:
     return images, prompt.types.numel() - images
 
 
-@pytest.mark.parametrize("package", CONTINUE)
+@pytest.mark.parametrize("package", first_tier(CONTINUE, FIRST))
 def test_a_prompt_in_two_parts(package: str) -> None:
     """Each part has pictures; the second one comes behind the first one's cache."""
     model, prompt = (
@@ -189,7 +190,10 @@ def test_a_prompt_in_two_parts(package: str) -> None:
                 assert first.all() == layer.endswith("vision_moe")
 
 
-@pytest.mark.parametrize("package", [p for p in CONTINUE if p != "gemma4"])  # refuses them itself
+@pytest.mark.parametrize(
+    "package",
+    first_tier([p for p in CONTINUE if p != "gemma4"], FIRST),  # refuses them itself
+)
 def test_embeddings_alone_are_told_by_labels_or_refused(package: str) -> None:
     model, prompt = whole.build(package), whole.prompt(package, image=(2, 0, 1))
     given = whole.embedded(model, prompt)
@@ -220,6 +224,27 @@ def test_a_tower_of_experts_reads_pictures_alone() -> None:
     request = CAP.replace(pool="request", drop_first="")
     with attach(model, request), torch.no_grad(), pytest.raises(RuntimeError, match="request"):
         model(**prompt.given)
+
+
+@pytest.mark.parametrize("pool", ["batch", "request"])
+def test_experts_of_one_modality_have_a_cap_of_their_own(pool: str) -> None:
+    """ernie4_5_vl_moe gives text and image tokens to experts of their own."""
+    package = "ernie4_5_vl_moe"
+    model, prompt = whole.build(package), whole.prompt(package, image=(2, 0, 1))
+    images = int(prompt.of("image").sum())
+    tokens = {"text_moe": int(prompt.given["attention_mask"].sum()) - images, "vision_moe": images}
+    with attach(model, CAP.replace(pool=pool, drop_first="")) as pace:
+        counter, out = counted(model, prompt.given)
+        stats = pace.stats().layers
+    assert out.isfinite().all()
+    assert {s.name.split(".")[-1] for s in stats} == set(tokens)
+    for s in stats:
+        rows, seen = counter.rows(f"{s.name}.experts"), tokens[s.name.split(".")[-1]]
+        assert s.tokens == seen
+        assert rows.tolist() == s.expert_loads_after
+        k = s.assignments // seen
+        assert pool == "request" or (rows <= capacity("0.5", seen, k, 1, len(rows))).all()
+    assert sum(s.dropped for s in stats) > 0
 
 
 def test_a_text_model_that_others_feed_with_pictures_is_told_by_labels() -> None:

@@ -9,7 +9,6 @@ import multimodal_models as whole
 import pytest
 import tiny_models
 from model_runs import output
-from test_transformers_images import model_with_images
 
 from paceline import attach
 from paceline.plan import Plan
@@ -48,9 +47,9 @@ def test_counts_are_the_models_own(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_vl_moe", "glm4v_moe"])
 def test_images_are_told_from_text(name: str, tmp_path: Path) -> None:
-    model, given, is_image = model_with_images(name)
-    stats, (counts, choices) = recorded(model, given, tmp_path)
-    k, images = stats[0].assignments // stats[0].tokens, int(is_image.sum())
+    prompt = whole.prompt(name, image=(2, 0, 1))
+    stats, (counts, choices) = recorded(whole.build(name), prompt.given, tmp_path)
+    k, images = stats[0].assignments // stats[0].tokens, int(prompt.of("image").sum())
     wanted = {
         "image": images * k * len(stats),
         "text": (stats[0].tokens - images) * k * len(stats),
@@ -58,17 +57,13 @@ def test_images_are_told_from_text(name: str, tmp_path: Path) -> None:
     assert groups_of(counts) == groups_of(choices) == wanted
 
 
-def test_layers_that_see_other_rows(monkeypatch: Any, tmp_path: Path) -> None:
+def test_layers_that_see_other_rows(tmp_path: Path) -> None:
     """ernie4_5_vl_moe gives text and image tokens to experts of their own."""
-    name = "ernie4_5_vl_moe"
-    monkeypatch.setitem(tiny_models._CLASSES, name, "Ernie4_5_VLMoeForConditionalGeneration")
-    rope = {"rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-    monkeypatch.setitem(tiny_models._OVERRIDES, name, {"text_config": {"rope_parameters": rope}})
-    model, given, is_image = model_with_images(name)
-    given["moe_mm_token_type_ids"] = given["mm_token_type_ids"]
-    stats, (counts, choices) = recorded(model, given, tmp_path)
+    package = "ernie4_5_vl_moe"
+    prompt = whole.prompt(package, image=(2, 0, 1))
+    stats, (counts, choices) = recorded(whole.build(package), prompt.given, tmp_path)
     assert counts["layers"] == choices["layers"]
-    images, tokens = int(is_image.sum()), int(given["attention_mask"].sum())
+    images, tokens = int(prompt.of("image").sum()), int(prompt.given["attention_mask"].sum())
     for layer, said in zip(counts["layers"], stats, strict=True):
         seen = images if layer["name"].endswith("vision_moe") else tokens - images
         assert layer["tokens"] == said.tokens == seen

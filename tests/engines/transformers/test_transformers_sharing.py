@@ -46,15 +46,3 @@ def test_nothing_is_said_where_nobody_is_affected(
     with attach(model, policy(**fields)), warnings.catch_warnings():
         warnings.simplefilter("error")
         output(model, given)
-
-
-def test_what_one_request_gets_depends_on_the_others_only_under_a_shared_budget() -> None:
-    """The warning is true: the same sequence beside another neighbour gives other logits."""
-    model = model_of("mixtral")
-    neighbour = TWO["input_ids"].clone()
-    neighbour[1] = 7
-    for pool, alike in (("batch", False), ("request", True)):
-        with attach(model, policy(pool=pool)):
-            one = output(model, TWO)[0]
-            other = output(model, {"input_ids": neighbour})[0]
-        assert torch.allclose(one, other, atol=1e-5) == alike
