@@ -39,11 +39,17 @@ QWEN3_OMNI = {
         ({"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]}, 1),
         ({"num_hidden_layers": 28, "moe_layer_start_index": 1, "moe_layer_end_index": -1}, 27),
         ({"num_hidden_layers": 8, "expert_layer_period": 2, "expert_layer_offset": 1}, 4),
+        ({"num_hidden_layers": 2, "first_k_dense_replace": "x", "mlp_only_layers": 3}, 2),
         ({}, None),
     ],
 )
 def test_moe_layers(fields: dict[str, Any], moe_layers: int | None) -> None:
     assert ModelConfig("config.json", fields).moe_layers == moe_layers
+
+
+def test_layers_without_end() -> None:
+    with pytest.raises(ValueError, match="at most 65536 layers, got 10000000000"):
+        _ = ModelConfig("config.json", {"num_hidden_layers": 10**10}).moe_layers
 
 
 def test_lists_of_one_size_per_layer() -> None:

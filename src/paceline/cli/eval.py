@@ -224,7 +224,7 @@ def _write(result: EvalResult | SweepResult, out: Path | None) -> str:
 
     if isinstance(result, EvalResult):
         name, shown, page = "eval", markdown(result), None
-        if found := result.batches.found:
+        if found := result.batches["found"]:
             typer.echo(f"{found} batches had been computed before", err=True)
     else:
         swept = result.to_dict()

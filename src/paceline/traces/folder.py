@@ -97,7 +97,7 @@ class TraceWriter:
             raise TraceError(f"{folder} can't be written: {error.strerror}.") from None
 
     def add(self, chunk: Chunk) -> None:
-        """Append a chunk of whole batches.
+        """Write a chunk of whole batches.
 
         Raises:
             TraceError: if it can't be written, or is larger than a reader takes.

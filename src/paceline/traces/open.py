@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Protocol
 
 from paceline.traces.folder import read_trace
 from paceline.traces.format import HEADER, TraceError
@@ -20,11 +21,20 @@ from paceline.traces.importers import (
 from paceline.traces.importers.source import ImportOptions, Source
 from paceline.traces.trace import Trace
 
-IMPORTERS = (
+
+class Importer(Protocol):
+    """The two functions of a module that imports one kind of file or folder."""
+
+    def matches(self, source: Source) -> bool: ...
+
+    def read(self, source: Source) -> Trace: ...
+
+
+IMPORTERS: tuple[Importer, ...] = (
     tensorrt_llm, llama_cpp, sglang_recorder, numpy_arrays, esft, route_log, completions,
     json_tables, refused,
 )  # fmt: skip
-"""Modules with `matches(source)` and `read(source)`; the first that matches reads."""
+"""Importers in order: the first that matches reads."""
 KNOWN = (
     "a folder of paceline record, completions with routed_experts (vLLM, SGLang), JSONL route "
     "logs, SGLang's recorder (.pt, CSV, logical_count), TensorRT-LLM's expert statistic, ESFT's "

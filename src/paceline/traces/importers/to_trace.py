@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.traces.chunk import Chunk
+from paceline.traces.chunk import Chunk, id_dtype
 from paceline.traces.format import UNKNOWN, BatchIs, Header, Layer, TraceError
 from paceline.traces.importers.source import Source
 from paceline.traces.trace import CHUNK_TOKENS, Trace
@@ -165,14 +165,14 @@ def from_choices(
             f"{int(lost.sum())} rows of a layer name one expert {width} times or none: not "
             "captured, so they don't count in that layer"
         )
-    stored = np.empty((len(kept), *table.shape[1:]), dtype=id_dtype(experts))
+    stored = torch.empty((len(kept), *table.shape[1:]), dtype=id_dtype(experts))
     for index, layer in enumerate(kept):
         rows = table[layer]
         present = (rows >= 0) & ~empty[index][:, None]
         _check_repeats(rows, present, names[layer], where)
         if weights is not None:
             _check_weights(weights[layer], present, names[layer], where)
-        stored[index] = np.where(rows >= 0, rows, experts)
+        stored[index] = torch.from_numpy(np.where(rows >= 0, rows, experts).astype(np.int64))
     real = ~empty
     real = real[0] if (real == real[:1]).all() else real
     tensors: dict[str, Any] = {} if real.all() else {"valid": torch.from_numpy(real.copy())}
@@ -189,16 +189,11 @@ def from_choices(
     )  # fmt: skip
     whole = Chunk(
         starts=torch.from_numpy(np.asarray(starts, dtype=np.int64)),
-        ids=torch.from_numpy(stored),
+        ids=stored,
         **tensors,
     )
     chunks = tuple(_parts(whole))
     return Trace(header.model_copy(update={"chunks": len(chunks)}), chunks, where)
-
-
-def id_dtype(experts: int) -> npt.DTypeLike:
-    """Choose the smallest integers that hold every expert and `experts` itself, which is none."""
-    return np.uint8 if experts < 1 << 8 else np.int16 if experts < 1 << 15 else np.int32
 
 
 def _width(table: Array, experts: int, where: str) -> int:
