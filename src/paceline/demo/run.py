@@ -143,42 +143,36 @@ def run_demo(
     steps = len(settings.entries) * sum(map(len, batches.values())) + sum(map(len, timed.values()))
     done = 0
 
-    def step(words: str) -> Callable[[], None]:
-        def tell() -> None:
+    def counter(words: str) -> Callable[[], None]:
+        def count() -> None:
             nonlocal done
             done += 1
             if progress is not None:
                 progress(done, steps, words)
 
-        return tell
+        return count
 
     calibration = load_calibration()
     placed = calibration.plan().placements
     in_order = ExpertPlacement.contiguous(model.config.num_experts, DEVICES)
-    placements = {
-        entry.key: placed if entry.placed else (in_order,) * len(placed)
-        for entry in settings.entries
-    }
+    placements = {False: (in_order,) * len(placed), True: placed}
     runs: Runs = {kind: {} for kind in KINDS}
-    for places in (False, True):
-        with attach(
-            model, None, placed if places else DEVICES, calibration=calibration,
-            token_source="sequence",
-        ) as pace:  # fmt: skip
+    for places, where in placements.items():
+        with attach(model, None, where, calibration=calibration, token_source="sequence") as pace:
             for kind, words in KINDS.items():
                 for entry in (entry for entry in settings.entries if entry.placed is places):
-                    told = step(f"{words}: {entry.label}")
-                    run = run_policy(model, pace, entry.policy, batches[kind], told)
+                    count = counter(f"{words}: {entry.label}")
+                    run = run_policy(model, pace, entry.policy, batches[kind], count)
                     runs[kind][entry.key] = run
     times = {
         kind: time_policies(
             model,
             [batch.ids for batch in timed[kind]],
-            {entry.key: (entry.policy, placements[entry.key]) for entry in settings.entries},
+            {entry.key: (entry.policy, placements[entry.placed]) for entry in settings.entries},
             calibration,
             settings.rounds,
             REPEATS,
-            step(f"{words}: timing of emulated devices"),
+            counter(f"{words}: timing of emulated devices"),
         )
         for kind, words in KINDS.items()
     }
