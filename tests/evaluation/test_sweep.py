@@ -126,7 +126,7 @@ def test_a_report_shows_a_sweep_and_refuses_what_is_none(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--factors", "1,x"], "--factors must be numbers >= 0, got x"),
+        (["--factors", "1,x"], "--factors must be numbers >= 0, got 1,x"),
         (["--factors", "-1"], "capacity_factor must be a number > 0"),
         (["--units", "rack"], "unit must be 'device' or 'expert', got 'rack'"),
         (["--keeps", ","], "--keeps must have at least one value, got ','"),
@@ -136,7 +136,7 @@ def test_a_report_shows_a_sweep_and_refuses_what_is_none(
         ),
         (["--calibration", "/nowhere"], "/nowhere"),
         (["--out", __file__], "--out must be a folder"),
-        (["--policy", "capacity_factor=1"], "a grid has its own policies"),
+        (["--policy", "capacity_factor=1"], "can't be combined with --grid"),
         (["--compositions", "solo"], "must be one_text or mixed with --grid"),
     ],
 )

@@ -97,7 +97,7 @@ def evaluate(
 
 def _header(schema: str) -> dict[str, Any]:
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return {"form": schema, "created": now, **system_info()}
+    return {"schema": schema, "created": now, **system_info()}
 
 
 # -- a grid of caps --------------------------------------------------------------------------------
@@ -120,6 +120,41 @@ class Axes:
     keeps: tuple[str, ...] = ("score", "random")
     expands: tuple[str | None, ...] = (None, "own_device")
     compensates: tuple[bool, ...] = (False,)
+
+    @classmethod
+    def parse(
+        cls,
+        factors: str | None = None,
+        units: str | None = None,
+        keeps: str | None = None,
+        expands: str | None = None,
+        compensate: bool = False,
+    ) -> Axes:
+        """Read axes from values separated by commas; None: the default.
+
+        A factor of 0 leaves one assignment per unit and pool; "none" expands nothing.
+
+        Raises:
+            ValueError: if an axis has no value, or a factor is no number.
+
+        >>> Axes.parse(factors="1,0", units="device").factors
+        (1.0, 1e-09)
+        """
+        texts = {"factors": factors, "units": units, "keeps": keeps, "expands": expands}
+        axes: dict[str, Any] = {}
+        for name, text in texts.items():
+            if text is not None:
+                axes[name] = tuple(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
+                if not axes[name]:
+                    raise ValueError(f"--{name} must have at least one value, got {text!r}.")
+        if "factors" in axes:
+            try:
+                axes["factors"] = tuple(float(each) or FACTORS[-1] for each in axes["factors"])
+            except ValueError:
+                raise ValueError(f"--factors must be numbers >= 0, got {factors}.") from None
+        if "expands" in axes:
+            axes["expands"] = tuple(None if e == "none" else e for e in axes["expands"])
+        return cls(**axes, compensates=(False, True) if compensate else (False,))
 
     def policies(self) -> Iterator[tuple[dict[str, Any], CapacityPolicy]]:
         """Yield the fields of every combination, and its policy.
