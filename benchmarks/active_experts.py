@@ -1,4 +1,4 @@
-"""Fewer active experts in decode: what it costs in quality, rule by rule, on the demo model.
+"""Fewer active experts in decode: their cost in quality on the demo model.
 
 Teacher-forced decode: one position of B sequences of held-out text is one step, decided as a decode
 step is, so that a pass over whole sequences judges all of their steps; the prompt's positions are
@@ -15,20 +15,19 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import active_rules as rules
 import torch
-from active_rules import Chosen, Rule, Step
+from decode_steps import Chosen, Rule, Step, at_most, by_layer, by_weight
 from torch import Tensor
 
 from paceline import attach
 from paceline.batches import Batch
-from paceline.cli.progress import progress
+from paceline.cli.output import progress
 from paceline.demo.assets import domains, load_calibration, load_model, read_text
 from paceline.evaluation.perplexity import Losses, as_dict, change
 from paceline.files import to_json, write_text
@@ -42,7 +41,7 @@ DEVICES = 8
 
 @dataclass
 class Counts:
-    """What the decode steps of one rule read, over steps and layers."""
+    """Counts of the experts that the decode steps of one rule read, over steps and layers."""
 
     steps: int = 0
     most: dict[str, int] = field(default_factory=lambda: {"before": 0, "after": 0})
@@ -54,7 +53,7 @@ class Counts:
     dropped: int = 0
 
     def result(self) -> dict[str, float]:
-        """Means over steps and layers, and shares."""
+        """Return means over steps and layers, and shares."""
         return {
             **{f"most_active_{when}": self.most[when] / self.steps for when in self.most},
             **{f"active_{when}": self.total[when] / self.steps for when in self.total},
@@ -65,7 +64,7 @@ class Counts:
 
 
 class Judge:
-    """Runs sequences through the model with a rule in its decode steps."""
+    """Judge of sequences that run through the model with a rule in its decode steps."""
 
     def __init__(self, model: Any, found: Calibration, batch: int, prompt: int) -> None:
         self.model, self.found, self.batch, self.prompt = model, found, batch, prompt
@@ -75,7 +74,7 @@ class Judge:
     def ruled(
         self, rule: Rule | None, stand_ins: bool, placed: bool, length: int
     ) -> Iterator[Counts]:
-        """Inside, forwards of [sequences, length] are decided by `rule`."""
+        """Apply `rule` to forwards of [sequences, length] inside the block."""
         counts, hooks = Counts(), []
         with attach(self.model, None, DEVICES) as pace:
             for layer in pace.layers:
@@ -139,7 +138,7 @@ class Judge:
         known: tuple[Tensor, Tensor],
         length: int,
     ) -> tuple[Step, Tensor]:
-        """The decode steps among rows [sequences * length], and which rows they are in order."""
+        """Cut the decode steps out of rows [sequences * length]; also their rows, in order."""
         rows = torch.arange(len(ids)).view(-1, self.batch, length)[:, :, self.prompt :]
         rows = rows.transpose(1, 2)  # [groups, positions, batch]
         positions = rows.shape[1]
@@ -152,7 +151,7 @@ class Judge:
         return Step(cut(ids), cut(weights), cut(scores), DEVICES, *known, positions), order
 
     def count(self, counts: Counts, step: Step, chosen: Chosen) -> None:
-        """Add up what the steps read."""
+        """Add up the experts that the steps read."""
         active = {"before": _active(step.ids, step), "after": _active(chosen.ids, step)}
         for when, table in active.items():
             counts.most[when] += int(step.most_of_a_device(table).sum())
@@ -173,7 +172,7 @@ class Judge:
         stand_ins: bool = False,
         placed: bool = False,
     ) -> tuple[Losses, Counts]:
-        """Losses of what decode steps predict, by text."""
+        """Compute the losses of the decode steps' predictions, by text."""
         found = Losses()
         length = batches[0].ids.shape[1] - 1
         with self.ruled(rule, stand_ins, placed, length) as counts, torch.inference_mode():
@@ -184,7 +183,7 @@ class Judge:
         return found, counts
 
     def row_losses(self, logits: Tensor, ids: Tensor) -> list[float]:
-        """Summed loss of each row from the prompt's end on."""
+        """Sum the loss of each row from the prompt's end on."""
         kept, wanted = logits[:, self.prompt :], ids[:, self.prompt + 1 :]
         loss = torch.nn.functional.cross_entropy(
             kept.transpose(1, 2).float(), wanted, reduction="none"
@@ -193,71 +192,44 @@ class Judge:
 
 
 def _active(ids: Tensor, step: Step) -> Tensor:
-    """[steps, experts] bool: experts that any token uses."""
+    """Mark the experts that any token uses, [steps, experts] bool."""
     table = torch.zeros(len(ids), step.experts + 1, dtype=torch.bool)
     return table.scatter(1, ids.flatten(1), True)[:, :-1]
 
 
-# -- what is tried ---------------------------------------------------------------------------------
+# -- trials ----------------------------------------------------------------------------------------
 
-CHOICES = {
-    "weight": rules.by_weight,
-    "votes": rules.by_votes,
-    "first votes": rules.by_first_votes,
-    "largest weight": rules.by_largest_weight,
-    "squared weight": rules.by_squared_weight,
-    "contribution": rules.by_contribution,
-    "random": rules.at_random,
-}
-ONE_DOMAIN = ("by random", "by votes", "by first votes")
-"""Rules that are out after batches of one domain."""
+Trial = tuple[str, dict[str, Any], Rule, bool]
+"""Family, its setting, the rule, and True with stand-ins."""
 
 PLACED = "max_active, placed"
-"""Experts placed by the calibration, so that devices want fewer of theirs at once."""
+"""Experts placed by the calibration, so that a step needs fewer of each device."""
 
 GOAL = {4: 2, 16: 3}
-"""Batch size -> experts a device, of 4, that cut about a third and a quarter of what is read."""
+"""Batch size -> experts per device, of 4, that cut about a third and a quarter of what is read."""
 MIXED_LAYERS = {16: ((3, 2, 3, 3), (3, 2, 2, 3))}
-"""Experts a device by layer, fewer where that cost least on the other halves of the texts."""
+"""Experts per device by layer, fewer where that cost least on the other halves of the texts."""
 
 ONE_DEVICE = {4: (9, 6, 4), 16: (21, 16, 10)}
 """Experts of all 32 on a single device, about as many as the published ways read in all."""
 
 
-def trials(batch: int) -> Iterator[tuple[str, dict[str, Any], Rule, bool]]:
-    """Family, its setting, the rule, and whether stand-ins are left."""
-    goal = GOAL[batch]
+def trials(batch: int, kind: str) -> Iterator[Trial]:
+    """Iterate over Paceline's rule in all its settings, alike for both kinds of batches."""
     for most in (3, 2, 1):
         for stand_ins in (False, True):
-            yield "max_active", {"most": most}, rules.narrow(rules.by_weight, most), stand_ins
-        yield PLACED, {"most": most}, rules.narrow(rules.by_weight, most), True
+            yield "max_active", {"most": most}, at_most(by_weight, most), stand_ins
+        yield PLACED, {"most": most}, at_most(by_weight, most), True
     for layers in MIXED_LAYERS.get(batch, ()):
-        yield PLACED, {"most": list(layers)}, rules.by_layer(layers), True
+        yield PLACED, {"most": list(layers)}, by_layer(layers), True
     for most in ONE_DEVICE[batch]:
         for stand_ins in (False, True):
-            rule = rules.narrow(rules.by_weight, most, devices=1)
+            rule = at_most(by_weight, most, devices=1)
             yield "max_active, one device", {"most": most}, rule, stand_ins
-    for name, value in CHOICES.items():
-        if name != "weight":
-            yield f"by {name}", {"most": goal}, rules.narrow(value, goal), False
-    for name in ("largest weight", "squared weight", "contribution"):
-        yield f"by {name}", {"most": goal}, rules.narrow(CHOICES[name], goal), True
-    yield "refilled", {"most": goal}, rules.refilled(rules.by_weight, goal), False
-    for bonus in (0.25, 1.0):
-        setting = {"most": goal, "bonus": bonus}
-        yield "sticky", setting, rules.sticky(goal, bonus), True
-    for stand_ins in (False, True):
-        rule = rules.narrow(rules.by_weight, goal, renormalize=True)
-        yield "renormalized", {"most": goal}, rule, stand_ins
-    for k in (3, 2, 1):
-        yield "top-k truncation", {"k": k}, rules.truncated(k), False
-        yield "OEA", {"k0": k}, rules.opportunistic(k), False
-        yield "Lynx", {"most": k}, rules.remapped(k), False
-        yield "XShare", {"most": k}, rules.shared(k), False
 
 
 def sequences(tokenizer: Any, texts: dict[str, str], count: int, length: int) -> dict[str, Tensor]:
-    """Text -> [count, length] token ids."""
+    """Cut each text into [count, length] token ids."""
     cut = {}
     for name, text in texts.items():
         ids = torch.tensor(tokenizer(text)["input_ids"])[: count * length]
@@ -268,7 +240,7 @@ def sequences(tokenizer: Any, texts: dict[str, str], count: int, length: int) ->
 
 
 def batches_of(texts: dict[str, Tensor], kind: str, batch: int) -> list[Batch]:
-    """Sequences to run at once; `batch` neighbours decode together."""
+    """Gather sequences to run at once; `batch` neighbours decode together."""
     names = list(texts)
     if kind == "one domain":
         return [Batch(ids, (name,) * len(ids)) for name, ids in texts.items()]
@@ -279,7 +251,7 @@ def batches_of(texts: dict[str, Tensor], kind: str, batch: int) -> list[Batch]:
 
 
 def real_decode(model: Any, found: Calibration, batch: Batch, prompt: int, policy: str) -> Tensor:
-    """[rows] losses of a decode token by token, with the attached model's own cap."""
+    """Decode token by token with the attached model's own cap: [rows] losses."""
     total = torch.zeros(len(batch.ids), dtype=torch.float64)
     ids = batch.ids
     with attach(model, policy, DEVICES, calibration=found) as pace, torch.inference_mode():
@@ -326,7 +298,8 @@ def shipped(data: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(trials: Callable[[int, str], Iterator[Trial]] = trials) -> None:
+    """Judge the trials of each batch size and kind of batches."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument(
@@ -335,10 +308,10 @@ def main() -> None:
         help="measure nothing: write the demo page's decode.json from the results",
     )
     parser.add_argument("--sequences", type=int, default=16, help="of each text")
-    parser.add_argument("--length", type=int, default=64, help="tokens decoded a sequence")
+    parser.add_argument("--length", type=int, default=64, help="tokens decoded per sequence")
     parser.add_argument("--prompt", type=int, default=32, help="tokens before them, left alone")
     parser.add_argument("--batches", type=int, nargs="+", default=[4, 16])
-    parser.add_argument("--families", nargs="+", help="only these, such as max_active or OEA")
+    parser.add_argument("--families", nargs="+", help="only these, such as max_active")
     parser.add_argument("--calibration", type=Path, help="another than that of the package")
     given = parser.parse_args()
     if given.ship:
@@ -370,25 +343,25 @@ def main() -> None:
             policy = f"max_active={GOAL[batch]},compensate=true"
             some = Batch(next(iter(texts.values()))[:batch], ("",) * batch)
             judge = Judge(model, found, batch, given.prompt)
-            rule = rules.narrow(rules.by_weight, GOAL[batch])
+            rule = at_most(by_weight, GOAL[batch])
             judged, _ = judge.losses([some], rule, True)
             real = real_decode(model, found, some, given.prompt, policy)
             apart = (torch.tensor(judged.sums[""]) - real).abs().max().item()
             if apart > 1e-2:
-                raise SystemExit(f"a real decode differs by {apart} nats a sequence")
+                raise SystemExit(f"a real decode differs by {apart} nats per sequence")
             data["checked"].append({"policy": policy, "batch": batch, "nats_apart": apart})
         for kind in ("one domain", "mixed"):
             for batch in given.batches:
                 judge = Judge(model, found, batch, given.prompt)
                 run = batches_of(texts, kind, batch)
                 base, _ = judge.losses(run, None)
-                wanted = list(trials(batch))
-                for done, (family, setting, rule, stand_ins) in enumerate(wanted):
-                    if kind == "mixed" and (family in ONE_DOMAIN or "bonus" in setting):
-                        continue
-                    if given.families and family not in given.families:
-                        continue
-                    tell(done, len(wanted), f"rules, {kind}, batches of {batch}")
+                chosen = [
+                    trial
+                    for trial in trials(batch, kind)
+                    if not given.families or trial[0] in given.families
+                ]
+                for done, (family, setting, rule, stand_ins) in enumerate(chosen):
+                    tell(done, len(chosen), f"rules, {kind}, batches of {batch}")
                     start = time.perf_counter()
                     losses, counts = judge.losses(run, rule, stand_ins, family == PLACED)
                     found_change = as_dict(change(base, losses))

@@ -1,4 +1,4 @@
-"""Whole models that decode with few active experts: tokens a second, experts read, and quality.
+"""Whole models that decode with few active experts: tokens per second, experts read, and quality.
 
     python benchmarks/active_models.py --json benchmarks/results/active_models.json
 
@@ -26,8 +26,7 @@ from torch import Tensor
 
 from paceline import attach
 from paceline.batches import Batch
-from paceline.bench.machine import prepare_machine
-from paceline.bench.spread import ratios, shuffled, spread
+from paceline.bench.timing import prepare_machine, ratios, shuffled, spread, turns
 from paceline.bench.workload import SHAPES
 from paceline.demo.assets import domains, load_calibration, load_model, read_text
 from paceline.evaluation.perplexity import Losses, as_dict, change
@@ -45,7 +44,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6, help="of the random model")
     parser.add_argument("--batches", type=int, nargs="+", default=[4, 16])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=8, help="generated a sequence")
+    parser.add_argument("--tokens", type=int, default=8, help="generated per sequence")
     parser.add_argument("--sequences", type=int, default=16, help="of each text for quality")
     parser.add_argument("--only", choices=["quality", "speed"])
     given = parser.parse_args()
@@ -56,7 +55,7 @@ def main() -> None:
     def keep(rows: list[dict[str, Any]]) -> None:
         data["rows"] += rows
         for row in rows:
-            print(said(row), flush=True)
+            print(line_of(row), flush=True)
         write_text(given.json, to_json(data), private=False)
 
     for batch in given.batches if given.only != "speed" else ():
@@ -69,8 +68,8 @@ def main() -> None:
         keep(speed_of_random(model, found, batch, given.rounds, given.tokens))
 
 
-def said(row: Mapping[str, Any]) -> str:
-    """A line of the terminal."""
+def line_of(row: Mapping[str, Any]) -> str:
+    """Write a row as a line of the terminal."""
     line = (
         f"{row['model']:22} batch {row['batch']:3} {row['policy']:28} "
         f"experts {row['experts_read']:.1f} of {row['experts_read_before']:.1f}, "
@@ -85,7 +84,7 @@ def said(row: Mapping[str, Any]) -> str:
 
 
 def policies(experts_read: float, stand_ins: tuple[bool, ...]) -> Iterator[str]:
-    """Caps that leave these shares of what is read; alone, and with stand-ins."""
+    """Iterate over caps to these shares of the experts read; alone, and with stand-ins."""
     for share in SHARES:
         for left in stand_ins:
             yield f"max_active={round(share * experts_read)}" + (",compensate=true" if left else "")
@@ -93,7 +92,7 @@ def policies(experts_read: float, stand_ins: tuple[bool, ...]) -> Iterator[str]:
 
 @contextmanager
 def under(model: Any, policy: str, found: Calibration) -> Iterator[Any]:
-    """Inside, the model is attached on one device; "untouched" leaves it alone."""
+    """Attach the model on one device inside the block; "untouched" doesn't."""
     if policy == "untouched":
         yield None
         return
@@ -108,7 +107,7 @@ def under(model: Any, policy: str, found: Calibration) -> Iterator[Any]:
 def speed_of_random(
     model: Any, found: Calibration, batch: int, rounds: int, tokens: int
 ) -> list[dict[str, Any]]:
-    """Tokens a second of `generate` under each policy."""
+    """Measure tokens per second of `generate` under each policy."""
     prompt = torch.randint(1, 512, (batch, 8), generator=torch.Generator().manual_seed(3))
     before, bytes_before = read_in_step(model, prompt)
     names = ["untouched", *policies(before, (True,))]
@@ -117,18 +116,17 @@ def speed_of_random(
         with under(model, name, found):
             read[name] = read_in_step(model, prompt)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds + 1):
-        for name in shuffled(names, turn):
-            with under(model, name, found):
-                spent = seconds_of_decode(model, prompt, tokens)
-            if turn:
-                seconds[name].append(spent / (batch * (tokens - 1)))
+    for name, counts in turns(names, rounds):
+        with under(model, name, found):
+            spent = seconds_of_decode(model, prompt, tokens)
+        if counts:
+            seconds[name].append(spent / (batch * (tokens - 1)))
     label = f"random OLMoE, {model.num_parameters() / 1e9:.1f}B bf16"
     return rows_of(label, batch, seconds, read)
 
 
 def seconds_of_decode(model: Any, prompt: Tensor, tokens: int) -> float:
-    """Processor time of `generate` from the end of the prompt's forward on."""
+    """Time `generate` from the end of the prompt's forward on, in processor time."""
     ends: list[float] = []
     hook = model.register_forward_hook(lambda *_: ends.append(time.thread_time()))
     model.generate(prompt, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
@@ -138,7 +136,7 @@ def seconds_of_decode(model: Any, prompt: Tensor, tokens: int) -> float:
 
 @torch.no_grad()
 def read_in_step(model: Any, prompt: Tensor) -> tuple[float, float]:
-    """Experts a layer, and bytes of all weights, read in a decode step."""
+    """Count experts per layer, and bytes of all weights, read in a decode step."""
     cache = model(input_ids=prompt, use_cache=True).past_key_values
     with WeightsRead(model) as read:
         model(input_ids=prompt[:, :1], past_key_values=cache, use_cache=True)
@@ -151,7 +149,7 @@ def rows_of(
     seconds: Mapping[str, list[float]],
     read: Mapping[str, tuple[float, float]],
 ) -> list[dict[str, Any]]:
-    """A row of each policy; seconds are of a token."""
+    """Compare each policy with the untouched model; seconds are per token."""
     before, bytes_before = read["untouched"]
     return [
         {
@@ -172,7 +170,7 @@ def rows_of(
 
 
 def quality_of_demo(batch: int, count: int, prompt: int = 32, length: int = 64) -> list[Any]:
-    """The demo model's losses in real decode of held-out text, `batch` of one text together."""
+    """Judge the demo model in real decode of held-out text, `batch` sequences of a text at once."""
     model, tokenizer = load_model()
     found = load_calibration()
     texts = {}
@@ -205,7 +203,7 @@ def quality_of_demo(batch: int, count: int, prompt: int = 32, length: int = 64) 
 def read_of_groups(
     model: Any, groups: list[Batch], prompt: int, policy: str | None, found: Calibration
 ) -> tuple[float, float]:
-    """Means of `read_in_step` at the prompts' ends."""
+    """Average `read_in_step` over the prompts' ends."""
     totals = [0.0, 0.0]
     for group in groups:
         with under(model, policy or "untouched", found):
@@ -218,7 +216,7 @@ def read_of_groups(
 def decode(
     model: Any, group: Batch, prompt: int, policy: str, found: Calibration
 ) -> tuple[list[float], float]:
-    """[rows] summed losses after the prompt, which runs uncapped, and seconds of the steps."""
+    """Decode token by token: [rows] losses after the uncapped prompt, and seconds of steps."""
     ids, total = group.ids, torch.zeros(len(group.ids), dtype=torch.float64)
     cache = model(input_ids=ids[:, :prompt], use_cache=True).past_key_values
     spent = 0.0

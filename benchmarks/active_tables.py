@@ -20,16 +20,17 @@ PAGE = ROOT / "docs" / "decode.md"
 Row = Mapping[str, Any]
 
 
-def results(name: str) -> dict[str, Any]:
-    """What a program has written."""
-    path = ROOT / "benchmarks" / "results" / f"{name}.json"
+def results(name: str, room: str = "benchmarks") -> dict[str, Any]:
+    """Read the results of a program."""
+    path = ROOT / room / "results" / f"{name}.json"
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
 
 
 def tables() -> dict[str, str]:
-    """Name in the page -> Markdown."""
+    """Return name in the page -> Markdown."""
     experts = results("active_experts")["results"]
+    experts += results("active_rules", "research")["results"]
     timed = results("active_time")["rows"] + results("active_overhead")["rows"]
     made: dict[str, tuple[Sequence[str], Sequence[Sequence[str]]]] = {
         "quality": _quality(experts),
@@ -48,7 +49,7 @@ def tables() -> dict[str, str]:
 
 
 def page(text: str) -> str:
-    """The page with its tables replaced."""
+    """Replace the tables of the page."""
     return filled(text, tables())
 
 

@@ -42,15 +42,14 @@ from decode_models import (
 )
 
 from paceline import ExpertPlacement, attach
-from paceline.bench.machine import prepare_machine
-from paceline.bench.spread import shuffled
+from paceline.bench.timing import prepare_machine, turns
 from paceline.bench.workload import SHAPES, Shape
 from paceline.engines.transformers.expert_parallel import place_experts
 from paceline.files import to_json, write_text
 from paceline.system_info import system_info
 
 STEPS = 4
-"""In a row, of which the mean is taken where small differences matter."""
+"""Steps in a row whose mean is taken where small differences matter."""
 
 
 def main() -> None:
@@ -78,7 +77,7 @@ def main() -> None:
                 row = {"part": part, "shape": name, **row}
                 data["rows"].append(row)
                 if rank == 0:
-                    print(said(row), flush=True)
+                    print(line_of(row), flush=True)
                     write_text(given.json, to_json(data), private=False)
     if ranks > 1:
         dist.destroy_process_group()
@@ -92,8 +91,8 @@ def _parts(ranks: int) -> dict[str, Callable[[Shape, torch.dtype, list[int], int
     return {layout: partial(steps_of_model, layout=layout) for layout in ("shared", "own")}
 
 
-def said(row: Row) -> str:
-    """A line of the terminal."""
+def line_of(row: Row) -> str:
+    """Write a row as a line of the terminal."""
     start = f"{row['part']:8} {row['shape']:14}"
     if row["part"] == "calls":
         took = 1e3 * row["seconds"]["median"]
@@ -128,7 +127,7 @@ class Stepper:
             self.cache = model(input_ids=self.prompt, use_cache=True).past_key_values
 
     def step(self, turn: int) -> float:
-        """Seconds of processor time, on ranks of the one that needs most."""
+        """Run a step: seconds of processor time, on ranks of the one that needs most."""
         token = self.prompt[:, :1].roll(turn, 0)
         if dist.is_initialized():
             dist.barrier()
@@ -140,13 +139,13 @@ class Stepper:
         return most_of_ranks(spent)
 
     def weights_read(self, turn: int = 0) -> tuple[float, float]:
-        """Experts, and bytes of all weights, read in a step, by the rank that reads most."""
+        """Count experts, and bytes of all weights, read in a step, by the rank that reads most."""
         with WeightsRead(self.model) as read:
             self.step(turn)
         return most_of_ranks(read.most_experts()), most_of_ranks(float(read.bytes))
 
     def split(self, pace: Any, rounds: int) -> Mapping[str, float]:
-        """Median parts of a step, of this process."""
+        """Return the median parts of a step, of this process."""
         found = []
         for turn in range(rounds):
             parts = Split(self.model, pace)
@@ -157,18 +156,18 @@ class Stepper:
 
 
 def most_of_ranks(value: float) -> float:
-    """The largest of all ranks' values."""
+    """Return the largest of all ranks' values."""
     if not dist.is_initialized():
         return value
-    told = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(told, dist.ReduceOp.MAX)
-    return float(told)
+    most = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return float(most)
 
 
 def steps_of_model(
     shape: Shape, dtype: torch.dtype, batches: list[int], rounds: int, layout: str
 ) -> list[Row]:
-    """Decode steps under max_active beside the untouched model's, in one process or on ranks."""
+    """Time decode steps under max_active beside the untouched model's, alone or on ranks."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     model = random_model(shape, 1, dtype)
     placement = ExpertPlacement.contiguous(shape.experts, ranks)
@@ -190,11 +189,11 @@ def steps_of_model(
             with attach(model, name, where) as pace:
                 active[name], read[name] = stepper.weights_read()
                 parts[name] = stepper.split(pace, 5)
-        for turn in range(rounds + 1):
-            for name in shuffled(list(seconds), turn):
-                spent = step_under(stepper, None if name == "untouched" else name, where, turn)
-                if turn:
-                    seconds[name].append(spent)
+        for number, (name, counts) in enumerate(turns(seconds, rounds)):
+            turn = number // len(seconds)  # every policy of a round decodes the same tokens
+            spent = step_under(stepper, None if name == "untouched" else name, where, turn)
+            if counts:
+                seconds[name].append(spent)
         for row in results("untouched", seconds, active, read, batch):
             split = {"split": parts[row["policy"]], "split_before": parts["untouched"]}
             rows.append(row | (split if ranks == 1 else {}))
@@ -204,7 +203,7 @@ def steps_of_model(
 def step_under(
     stepper: Stepper, policy: str | None, where: Any, turn: int, steps: int = 1
 ) -> float:
-    """Mean of some steps in a row of the untouched model, or of the model attached for them."""
+    """Time the mean step of the untouched model, or of the model attached for the steps."""
     if policy is None:
         return statistics.mean(stepper.step(turn) for _ in range(steps))
     with attach(stepper.model, policy, where):
@@ -212,12 +211,12 @@ def step_under(
 
 
 def overhead(shape: Shape, dtype: torch.dtype, batches: list[int], rounds: int) -> list[Row]:
-    """A cap that is decided in every step and drops nothing, beside the untouched model."""
+    """Time a cap that is computed in every step and drops nothing, beside the untouched model."""
     model = random_model(shape, 1, dtype)
     placement, rows = ExpertPlacement.contiguous(shape.experts, 1), []
     for batch in batches:
         stepper = Stepper(model, batch)
-        # as many may be wanted, and never are: decided in every step, and nothing dropped
+        # steps could exceed this number of experts, and never do: computed in every step, no drop
         idle = f"max_active={min(shape.experts, batch * shape.k) - 1}"
         seconds: dict[str, list[float]] = {"untouched": [], "binds nothing": []}
         active, read = {}, {}
@@ -228,14 +227,13 @@ def overhead(shape: Shape, dtype: torch.dtype, batches: list[int], rounds: int) 
             assert layer.narrowed_forwards == 1
             assert layer.dropped == 0
         beside: dict[str, list[float]] = {"untouched": [], "binds nothing": []}
-        for turn in range(rounds + 1):
-            for name in shuffled(list(seconds), turn):
-                policy = None if name == "untouched" else idle
-                with ProductTime() as products:
-                    spent = step_under(stepper, policy, placement, 0, steps=STEPS)
-                if turn:
-                    seconds[name].append(spent)
-                    beside[name].append(spent - products.seconds / STEPS)
+        for name, counts in turns(seconds, rounds):
+            policy = None if name == "untouched" else idle
+            with ProductTime() as products:
+                spent = step_under(stepper, policy, placement, 0, steps=STEPS)
+            if counts:
+                seconds[name].append(spent)
+                beside[name].append(spent - products.seconds / STEPS)
         more = [a - b for a, b in zip(beside["binds nothing"], beside["untouched"], strict=True)]
         step = statistics.median(seconds["untouched"])
         added = {

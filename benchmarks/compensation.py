@@ -22,7 +22,7 @@ from typing import Any
 
 from paceline import CapacityPolicy, attach
 from paceline.batches import Batch, separate
-from paceline.cli.progress import progress
+from paceline.cli.output import progress
 from paceline.demo.assets import load_model
 from paceline.demo.plan import DEVICES
 from paceline.demo.study import balance, drops, flat, held_out, run_policy

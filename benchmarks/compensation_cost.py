@@ -19,18 +19,17 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from decode_models import random_model, random_stand_ins
 from torch import Tensor
-from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from paceline import attach
-from paceline.bench.spread import ratios, shuffled
+from paceline.bench.timing import ratios, turns
+from paceline.bench.workload import SHAPES
 from paceline.calibration.layer_fit import RIDGE_EXPERTS, fit_layer
 from paceline.calibration.rows import Rows, Seen
 from paceline.files import to_json, write_text
 from paceline.stand_ins.compensation import Compensation
-from paceline.stand_ins.file import Calibration
 from paceline.stand_ins.identity import LayerIdentity
-from paceline.stand_ins.layer import LayerCalibration
 from paceline.system_info import system_info
 
 HIDDEN, WIDTH, EXPERTS, K, RANK, DEVICES = 2048, 1024, 64, 8, 16, 8
@@ -38,36 +37,9 @@ POLICY = "capacity_factor=0.87,min_expert_load=0"
 TOKENS = 65536  # of a calibration
 
 
-def layer_model() -> Any:
-    """A model of one layer, its vocabulary next to nothing."""
-    config = OlmoeConfig(
-        vocab_size=64, hidden_size=HIDDEN, intermediate_size=WIDTH, num_hidden_layers=1,
-        num_attention_heads=16, num_experts=EXPERTS, num_experts_per_tok=K, pad_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return OlmoeForCausalLM(config).eval()
-
-
-def random_calibration(model: Any) -> Calibration:
-    with attach(model) as pace:
-        (layer,) = pace.identity()
-    rank = torch.randn(EXPERTS, HIDDEN, RANK).bfloat16()
-    found = LayerCalibration(
-        name=layer.name, k=K, router=layer.router, experts=tuple(layer.experts.values()),
-        ridge=0.1, explained=0.5, explained_by_text=(0.5,), placement=(),
-        bias=torch.randn(EXPERTS, HIDDEN), up=rank, down=rank.transpose(1, 2).contiguous(),
-        mean=torch.randn(EXPERTS, HIDDEN), ranks=torch.full((EXPERTS,), RANK),
-        loads=torch.ones(1, EXPERTS, dtype=torch.int64), output_norm=torch.ones(EXPERTS),
-        residual_norm=torch.ones(EXPERTS), residual_log=torch.zeros(EXPERTS),
-        residual_slope=torch.randn(EXPERTS, HIDDEN).bfloat16() / HIDDEN,
-        explained_by_expert=torch.ones(EXPERTS),
-    )  # fmt: skip
-    return Calibration(type(model).__name__, ("random",), (1,), "parts", (found,))
-
-
 def time_layer(tokens: int, rounds: int) -> dict[str, Any]:
-    model = layer_model()
-    found = random_calibration(model)
+    model = random_model(SHAPES["olmoe"], 1, torch.float32)
+    found = random_stand_ins(model, RANK)
     hidden = torch.randn(1, tokens, HIDDEN)
     block = model.model.layers[0].mlp
     policies = {"alone": POLICY, "with stand-ins": f"{POLICY},compensate=true"}
@@ -91,13 +63,12 @@ def time_layer(tokens: int, rounds: int) -> dict[str, Any]:
         ) as pace,
         torch.inference_mode(),
     ):
-        for turn in range(rounds + 1):
-            for name in shuffled(list(policies), turn):
-                pace.policy = policies[name]
-                start = time.thread_time()
-                block(hidden)
-                if turn:  # the first round touches memory and code
-                    seconds[name].append(time.thread_time() - start)
+        for name, counts in turns(policies, rounds):
+            pace.policy = policies[name]
+            start = time.thread_time()
+            block(hidden)
+            if counts:
+                seconds[name].append(time.thread_time() - start)
         del seconds["stand-ins"][0]
         dropped = pace.stats().layers[0].dropped_share
     return {

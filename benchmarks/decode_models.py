@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline import attach
-from paceline.bench.spread import ratios, spread
+from paceline.bench.timing import ratios, spread
 from paceline.bench.workload import Shape
 from paceline.stand_ins.file import Calibration
 from paceline.stand_ins.layer import LayerCalibration
@@ -24,7 +24,7 @@ _PRODUCTS = ("mm", "addmm", "bmm", "linear", "matmul", "_grouped_mm")
 
 
 def random_model(shape: Shape, layers: int, dtype: torch.dtype, seed: int = 1) -> Any:
-    """A model of OLMoE's architecture with layers of this shape, its weights drawn at random."""
+    """Build a model of OLMoE's architecture with layers of this shape and random weights."""
     from transformers import OlmoeConfig, OlmoeForCausalLM
 
     config = OlmoeConfig(
@@ -58,7 +58,7 @@ def random_model(shape: Shape, layers: int, dtype: torch.dtype, seed: int = 1) -
 
 
 def random_stand_ins(model: Any, rank: int = 16) -> Calibration:
-    """Stand-ins of a model of `random_model`, for their time: what they give means nothing."""
+    """Draw stand-ins of a model of `random_model`, for their time: their output means nothing."""
     rng, layers = torch.Generator().manual_seed(0), []
     hidden = model.config.hidden_size
     with attach(model) as pace:
@@ -75,10 +75,10 @@ def random_stand_ins(model: Any, rank: int = 16) -> Calibration:
                 explained=0.0,
                 explained_by_text=(0.0,),
                 placement=(),
-                bias=torch.zeros(count, hidden),
+                bias=torch.randn(count, hidden, generator=rng),
                 up=0.01 * torch.randn(count, hidden, rank, generator=rng).bfloat16(),
                 down=0.01 * torch.randn(count, rank, hidden, generator=rng).bfloat16(),
-                mean=torch.zeros(count, hidden),
+                mean=torch.randn(count, hidden, generator=rng),
                 ranks=torch.full((count,), rank),
                 loads=torch.ones(1, count, dtype=torch.int64),
                 output_norm=torch.ones(count),
@@ -92,14 +92,14 @@ def random_stand_ins(model: Any, rank: int = 16) -> Calibration:
 
 
 class WeightsRead(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, counts what matrix products read of a model's weights, below every Python layer.
+    """Counter of the weights that matrix products read inside it, below every Python layer.
 
     It knows nothing of Paceline: it looks at each product that reaches torch, and of a grouped one
     at which groups have rows.
 
     Attributes:
         bytes: of all weights that took part in a product.
-        experts: name of each experts module -> [experts] bool, read by anyone.
+        experts: name of each experts module -> [experts] bool, read by any product.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -111,7 +111,7 @@ class WeightsRead(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._known[weight.untyped_storage().data_ptr()] = (name.rsplit(".", 1)[0], weight)
 
     def most_experts(self) -> float:
-        """How many experts a layer read, a mean over layers."""
+        """Return the experts read per layer, a mean over layers."""
         return sum(int(read.sum()) for read in self.experts.values()) / len(self.experts)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -137,7 +137,7 @@ class WeightsRead(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class ProductTime:
-    """Inside, adds up the processor time of grouped matrix products: of reading experts.
+    """Clock of the processor time of grouped matrix products inside it: of reading experts.
 
     What is left of a step is small beside them, so that what a cap adds to it can be told from the
     noise of a machine that others use too.
@@ -165,11 +165,11 @@ class ProductTime:
 
 
 class Split:
-    """Where a step's processor time goes: in experts, in the rest of MoE blocks, elsewhere.
+    """Split of a step's processor time: experts, the rest of MoE blocks, everything else.
 
     Args:
         model: of `random_model`.
-        pace: its handle, which shall call the experts.
+        pace: its handle, which calls the experts.
     """
 
     def __init__(self, model: Any, pace: Any) -> None:
@@ -182,12 +182,12 @@ class Split:
             self._undo.append(block.register_forward_hook(self._after).remove)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Remove the hooks."""
         for undo in self._undo:
             undo()
 
     def of(self, seconds: float) -> Mapping[str, float]:
-        """The parts of a step that took so many seconds."""
+        """Return the parts of a step that took so many seconds."""
         routed = self.blocks - self.experts
         return {"experts": self.experts, "routing": routed, "rest": seconds - self.blocks}
 
@@ -211,7 +211,7 @@ def results(
     read: Mapping[str, float],
     batch: int,
 ) -> list[Row]:
-    """A row of each policy beside `base`: experts, and bytes of weights, read in a step."""
+    """Compare each policy with `base`: experts, and bytes of weights, read in a step."""
     return [
         {
             "batch": batch,
@@ -231,7 +231,7 @@ def results(
 
 
 def standard_error(found: Sequence[float], draws: int = 400) -> float:
-    """Of the median of some rounds, by drawing them again with replacement."""
+    """Return the standard error of the median of some rounds, by bootstrap."""
     rng = random.Random(0)
     medians = [statistics.median(rng.choices(found, k=len(found))) for _ in range(draws)]
     return statistics.stdev(medians)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, route
-from paceline.engines.vllm.device import DeviceCap
+from paceline.engines.vllm.accelerator import DeviceCap
 from paceline.routing.selection import using_backend
 from paceline.system_info import system_info
 
@@ -285,7 +285,7 @@ def plugin(bench: Bench, shape: tuple[int, int, int]) -> dict[str, Any]:
     )  # fmt: skip
     for change in changes:
         policy = start.replace(**change)
-        cap.follow(policy)
+        cap.set_policy(policy)
         for real in (tokens, tokens // 3):
             valid.copy_(torch.arange(tokens, device=bench.device) < real)
             replay()
@@ -297,7 +297,7 @@ def plugin(bench: Bench, shape: tuple[int, int, int]) -> dict[str, Any]:
             assert torch.equal(ids.cpu(), torch.where(lost, -1, chosen.cpu()).int()), change
             assert torch.equal(weights.cpu() == 0, lost), change
             checked += int(lost.sum())
-    cap.follow(None)
+    cap.set_policy(None)
     replay()
     assert torch.equal(ids, chosen.int())
     inner = 1 if bench.dry else 20

@@ -1,4 +1,4 @@
-"""What an attached model without a cap costs: decode steps beside the untouched model's.
+"""Cost of an attached model without a cap: decode steps beside the untouched model's.
 
     python benchmarks/idle_decode.py                 a random Mixtral-shaped model of 8 layers
     python benchmarks/idle_decode.py --model demo    the demo model
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import time
 import warnings
 from collections.abc import Callable
@@ -25,8 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from paceline import attach
-from paceline.bench.machine import keep_freed_memory
-from paceline.bench.spread import spread
+from paceline.bench.timing import Spread, keep_freed_memory, ratios, turns
 from paceline.shipped import MODEL_FOLDER
 from paceline.system_info import system_info
 
@@ -55,19 +53,18 @@ def main() -> None:
         **system_info(),
     }
     for name, run in {"decode step": step, "generate": generate}.items():
-        rounds = options.rounds
-        results[name] = compare(model, run, options.batch, rounds)
+        results[name] = compare(model, run, options.batch, options.rounds)
         for kind, ratio in results[name].items():
             print(
                 f"{name:12} {kind:9} untouched / attached: median {ratio['median']:.3f} "
-                f"(from {ratio['min']:.3f} to {ratio['max']:.3f}, {rounds} rounds)"
+                f"(from {ratio['min']:.3f} to {ratio['max']:.3f}, {options.rounds} rounds)"
             )
     options.out.parent.mkdir(exist_ok=True)
     options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 def load(name: str) -> Any:
-    """The model to measure, in float32."""
+    """Load the model to measure, in float32."""
     if name != "random":
         folder = MODEL_FOLDER if name == "demo" else Path(name)
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -86,7 +83,7 @@ def load(name: str) -> Any:
 
 @torch.no_grad()
 def step(model: Any, batch: int, finish: Callable[[], object]) -> float:
-    """Seconds of 32 decode steps after a prompt of 64 tokens, and of `finish`."""
+    """Time 32 decode steps after a prompt of 64 tokens, and `finish`."""
     prompt = torch.arange(batch * 64).remainder(1000).view(batch, 64)
     cache = model(input_ids=prompt, use_cache=True).past_key_values
     token = prompt[:, :1]
@@ -98,7 +95,7 @@ def step(model: Any, batch: int, finish: Callable[[], object]) -> float:
 
 
 def generate(model: Any, batch: int, finish: Callable[[], object]) -> float:
-    """Seconds of generating 48 tokens after a prompt of 4, and of `finish`."""
+    """Time the generation of 48 tokens after a prompt of 4, and `finish`."""
     prompt = torch.arange(batch * 4).remainder(1000).view(batch, 4)
     start = time.perf_counter()
     model.generate(prompt, max_new_tokens=48, min_new_tokens=48, do_sample=False, pad_token_id=0)
@@ -106,22 +103,18 @@ def generate(model: Any, batch: int, finish: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def compare(model: Any, run: Any, batch: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Ratios untouched / attached over rounds, every kind once a round, in random order."""
-    draw = random.Random(0)
-    ratios: dict[str, list[float]] = {kind: [] for kind in ATTACHED}
-    for number in range(rounds + 2):
-        seconds = {}
-        for kind in draw.sample(["untouched", *ATTACHED], k=1 + len(ATTACHED)):
-            if kind == "untouched":
-                seconds[kind] = run(model, batch, lambda: None)
-                continue
+def compare(model: Any, run: Any, batch: int, rounds: int) -> dict[str, Spread]:
+    """Return ratios untouched / attached over rounds, every kind once per round."""
+    seconds: dict[str, list[float]] = {kind: [] for kind in ("untouched", *ATTACHED)}
+    for kind, counts in turns(seconds, rounds, warm_up=2):
+        if kind == "untouched":
+            spent = run(model, batch, lambda: None)
+        else:
             with attach(model, ATTACHED[kind]) as pace:
-                seconds[kind] = run(model, batch, pace.stats)
-        if number >= 2:  # the first ones warm up
-            for kind, seen in ratios.items():
-                seen.append(seconds["untouched"] / seconds[kind])
-    return {kind: spread(seen) for kind, seen in ratios.items()}
+                spent = run(model, batch, pace.stats)
+        if counts:
+            seconds[kind].append(spent)
+    return {kind: ratios(seconds["untouched"], seconds[kind]) for kind in ATTACHED}
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python benchmarks/layer_factors.py --out benchmarks/results/layer_factors.json
 
-Factors are chosen as `paceline factors` does, on text that the demo model was trained on (from
+Factors are chosen as `paceline tune --bound` does, on text that the demo model was trained on (from
 `.demo-build`, as examples/calibrate_demo_model.py takes it), and judged on the held-out texts:
 beside the same factor for all, and the reverse, more room where a cap costs little, as a control.
 Batches of 4,096 tokens of one text (2,048 for the choice), 8 devices, experts in order and placed
@@ -19,7 +19,7 @@ from typing import Any
 
 from paceline import CapacityPolicy, attach
 from paceline.batches import Sampling, separate
-from paceline.cli.progress import progress
+from paceline.cli.output import progress
 from paceline.demo.assets import load_model
 from paceline.demo.plan import DEVICES
 from paceline.demo.study import drops, flat, held_out, run_policy

@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.batches import Sampling
 from paceline.calibration.collect import calibrate
-from paceline.cli.progress import Tell, progress
+from paceline.cli.output import progress
 from paceline.demo.assets import domains, load_model, read_text
 from paceline.evaluation.run import Job, evaluate
 from paceline.evaluation.subject import Subject
@@ -25,6 +25,7 @@ from paceline.evaluation.tasks import load_tasks
 from paceline.files import to_json, write_text
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
+from paceline.progress import Progress
 from paceline.reporting.sweep_table import sweep_table
 from paceline.shipped import SWEEP_FILE, TASK_FOLDER
 from paceline.stand_ins.file import Calibration
@@ -106,7 +107,7 @@ def main() -> None:
 
 
 def _calibration(
-    given: argparse.Namespace, model: Any, tokenizer: Any, texts: dict[str, str], tell: Tell
+    given: argparse.Namespace, model: Any, tokenizer: Any, texts: dict[str, str], tell: Progress
 ) -> Calibration:
     if given.calibration is not None and given.calibration.is_dir():
         return Calibration.load(given.calibration)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import subprocess
 import sys
 import tempfile
@@ -33,7 +32,7 @@ import torch
 from torch import Tensor
 
 from paceline import Assignment, CapacityPolicy, ExpertPlacement, RoutingInputs, route
-from paceline.bench.spread import ratios, spread
+from paceline.bench.timing import ratios, spread, turns
 from paceline.routing.selection import BACKENDS, using_backend
 from paceline.system_info import system_info
 
@@ -53,14 +52,14 @@ class Entry:
 
 
 def skewed_logits(tokens: int, experts: int) -> Tensor:
-    """[T, E] logits of a router with favourites: the busiest expert gets some twice its share."""
+    """Draw [T, E] logits with favourites: the busiest expert gets some twice its share."""
     rng = torch.Generator().manual_seed(tokens + experts)
     favour = torch.randn(experts, generator=rng) * 0.3
     return torch.randn(tokens, experts, generator=rng) + favour
 
 
 def floor(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[T, E] scores, [T, k] weights, [T, k] ids: what any router does."""
+    """Compute [T, E] scores, [T, k] weights and [T, k] ids, as any router does."""
     scores = logits.softmax(dim=-1)
     weights, ids = scores.topk(k, dim=-1)
     return scores, weights, ids
@@ -69,7 +68,7 @@ def floor(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 def cases(
     tokens: int, experts: int
 ) -> dict[str, tuple[CapacityPolicy, ExpertPlacement, Tensor | None]]:
-    """Name -> policy, placement and the tokens' devices, of what is measured."""
+    """Return the measured cases: name -> policy, placement and the tokens' devices."""
     common: dict[str, Any] = {"capacity_factor": 1.0, "min_expert_load": 0}
     eight = ExpertPlacement.contiguous(experts, min(8, experts))
     found: dict[str, tuple[CapacityPolicy, ExpertPlacement, Tensor | None]] = {
@@ -109,7 +108,7 @@ def ours(logits: Tensor, k: int, backends: list[str]) -> list[Entry]:
 
 
 def dense(assignment: Assignment) -> Tensor:
-    """[T, E] bool: the experts that a token keeps."""
+    """Mark the experts that a token keeps, [T, E] bool."""
     ids, experts = assignment.topk_ids, assignment.num_experts
     marks = torch.zeros((ids.shape[0], experts + 1), dtype=torch.bool)
     return marks.scatter_(1, ids, True)[:, :experts]
@@ -147,7 +146,7 @@ def deepspeed(logits: Tensor, k: int) -> Entry:
 
 
 def peers(logits: Tensor, k: int) -> list[Entry]:
-    """Those that are installed; says which are not, and why."""
+    """Make an entry of each installed peer; print which are missing, and why."""
     found = []
     for make in (megatron, deepspeed):
         try:
@@ -158,7 +157,7 @@ def peers(logits: Tensor, k: int) -> list[Entry]:
 
 
 def check(entries: list[Entry], logits: Tensor, k: int) -> dict[str, bool]:
-    """Whether each keeps the set of the first entry of its kind; ours must, peers are reported."""
+    """Check that each keeps the set of the first of its kind; ours must, peers are reported."""
     by_kind: dict[str, Tensor] = {}
     same = {}
     for entry in entries:
@@ -179,26 +178,23 @@ def check(entries: list[Entry], logits: Tensor, k: int) -> dict[str, bool]:
 def measure(
     entries: list[Entry], base: Router, rounds: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, list[float]]:
-    """Seconds of every entry in each round, all taking turns, the floor ("floor") with them."""
-    runs: list[tuple[str, Router]] = [("floor", base), *((e.name, e.run) for e in entries)]
-    times: dict[str, list[float]] = {name: [] for name, _ in runs}
-    order = random.Random(0)
-    for round_ in range(rounds + 1):
-        # in another order every time: what ran before leaves caches warm or cold
-        for name, run in order.sample(runs, len(runs)):
-            begin = clock()
-            run()
-            if round_:  # the first warms up
-                times[name].append(clock() - begin)
+    """Time every entry in each round, the floor ("floor") with them, in another order each time."""
+    runs: dict[str, Router] = {"floor": base, **{entry.name: entry.run for entry in entries}}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for name, counts in turns(runs, rounds):
+        begin = clock()
+        runs[name]()
+        if counts:
+            times[name].append(clock() - begin)
     return times
 
 
-def against_floor(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Name -> least, median and largest ratio to the floor of the same round, and the time."""
+def against_floor(times: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
+    """Return name -> ratio to the floor of the same round (min, median, max), and the time."""
     base = times["floor"]
-    table = {}
+    table: dict[str, dict[str, Any]] = {}
     for name, own in times.items():
-        table[name] = ratios(own, base) | {"microseconds": spread(own)["median"] * 1e6}
+        table[name] = {**ratios(own, base), "microseconds": spread(own)["median"] * 1e6}
     return table
 
 
@@ -226,7 +222,7 @@ def one_shape(shape: tuple[int, int, int], args: argparse.Namespace) -> dict[str
 
 
 def in_new_process(function: str, *values: str, **environment: str) -> float:
-    """The number that a function of this file gives in a process of its own."""
+    """Run a function of this file in a process of its own; its number."""
     call = f"import router; print(router.{function}(*{values!r}))"
     run = subprocess.run(
         [sys.executable, "-c", call],
@@ -237,7 +233,7 @@ def in_new_process(function: str, *values: str, **environment: str) -> float:
 
 
 def one_route(backend: str, kind: str, shape: tuple[int, int, int]) -> Router:
-    """One of `cases` without the softmax and top-k before it, ready to run."""
+    """Prepare one of `cases` without the softmax and top-k before it."""
     torch.set_num_threads(1)
     tokens, experts, k = shape
     scores, weights, ids = floor(skewed_logits(tokens, experts), k)
@@ -252,7 +248,7 @@ def one_route(backend: str, kind: str, shape: tuple[int, int, int]) -> Router:
 
 
 def bytes_an_assignment(backend: str, kind: str) -> float:
-    """Peak of this process's memory in one call, beyond the inputs, by slots of the result."""
+    """Measure the peak memory of one call, beyond the inputs, per slot of the result."""
     run, clear = one_route(backend, kind, (65536, 128, 8)), Path("/proc/self/clear_refs")
 
     def resident(kind: str) -> int:
@@ -267,7 +263,7 @@ def bytes_an_assignment(backend: str, kind: str) -> float:
 
 
 def first_call_seconds() -> float:
-    """The native backend's first call in this process."""
+    """Time the native backend's first call in this process."""
     run = one_route("native", "device", (512, 8, 2))
     begin = time.perf_counter()
     run()
@@ -275,7 +271,7 @@ def first_call_seconds() -> float:
 
 
 def costs(backends: list[str]) -> dict[str, Any]:
-    """Memory of each backend, and what the native one's first call on a machine takes."""
+    """Measure the memory of each backend, and the native one's first call on a machine."""
     # a freed buffer has to leave the process at once, or the next one hides in its place
     returned = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     found: dict[str, Any] = {"bytes_an_assignment": {}}
@@ -283,7 +279,7 @@ def costs(backends: list[str]) -> dict[str, Any]:
         for kind in ("expert", "device", "expanded"):
             bytes_ = in_new_process("bytes_an_assignment", backend, kind, **returned)
             found["bytes_an_assignment"][f"{backend} {kind}"] = round(bytes_, 1)
-            print(f"  {backend} {kind}: {bytes_:.1f} bytes an assignment beyond the inputs")
+            print(f"  {backend} {kind}: {bytes_:.1f} bytes per assignment beyond the inputs")
     if "native" in backends:
         with tempfile.TemporaryDirectory() as folder:
             for name in ("compiling_seconds", "cached_seconds"):
@@ -299,7 +295,7 @@ SWEEPS: dict[str, list[tuple[int, int, int]]] = {
 
 
 def plot(sweeps: dict[str, list[dict[str, Any]]], file: Path) -> None:
-    """Time of a call against T and against E, as a page, or (with kaleido) a picture."""
+    """Plot the time of a call against T and against E, as a page, or (with kaleido) a picture."""
     from plotly import graph_objects
     from plotly.colors import qualitative
     from plotly.subplots import make_subplots
@@ -323,7 +319,7 @@ def plot(sweeps: dict[str, list[dict[str, Any]]], file: Path) -> None:
             )
         ticks = {"tickvals": sizes, "ticktext": [f"{size:,}" for size in sizes]}
         figure.update_xaxes(type="log", title=name[0], row=1, col=column, **ticks)
-        figure.update_yaxes(type="log", title="microseconds a call", row=1, col=column)
+        figure.update_yaxes(type="log", title="microseconds per call", row=1, col=column)
     labels = {1e3: "1k", 3e3: "3k", 1e4: "10k", 3e4: "30k", 1e5: "100k", 3e5: "300k"}
     figure.update_yaxes(tickvals=list(labels), ticktext=list(labels.values()))
     figure.update_layout(

@@ -1,4 +1,4 @@
-"""What the cap costs and gains inside vLLM: stock and capped engines take turns in one process.
+"""Cost and gain of the cap inside vLLM: stock and capped engines take turns in one process.
 
     make .venv-vllm/.ready && .venv-vllm/bin/python benchmarks/vllm_cap.py
     .venv-vllm/bin/python benchmarks/vllm_cap.py --rounds 5 --only decode
@@ -50,7 +50,7 @@ PREFILL = {
     "1.0 per device": "capacity_factor=1.0",
 }
 STOCK = ("stock", "an earlier stock engine")
-"""The second tells what two engines in one process differ by anyway; it is made first."""
+"""The second shows by how much two engines in one process differ anyway; it is made first."""
 
 DECODE = {"off": None, "1.25 per device, default min_expert_load": "capacity_factor=1.25"}
 
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--only", choices=WORKLOADS, help="one workload")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    from paceline.bench.machine import keep_freed_memory
+    from paceline.bench.timing import keep_freed_memory
     from paceline.system_info import system_info
 
     if options.only is None:  # each in a process of its own, so that its stock engines are stock
@@ -91,14 +91,16 @@ def main() -> None:
 
 
 def untied(folder: Path) -> str:
-    """The embedded model as vLLM reads it."""
-    from paceline.cli.serve import untied_demo
+    """Write the embedded model as vLLM reads it; its folder."""
+    from paceline.engines.vllm.command import untied_demo
 
     return untied_demo(folder)
 
 
 def compare(model: str, variants: dict[str, str | None], work: Any, rounds: int) -> dict[str, Any]:
-    """Time of every variant relative to the stock engine, and what it dropped."""
+    """Compare every variant's time with the stock engine's; count its drops."""
+    from paceline.bench.timing import turns
+
     stocks = {name: engine(model, capped=False) for name in reversed(STOCK)}
     capped = engine(model, capped=True)
 
@@ -116,9 +118,8 @@ def compare(model: str, variants: dict[str, str | None], work: Any, rounds: int)
         rows = after["assignments"] - before["assignments"]
         dropped[name] = (after["dropped"] - before["dropped"]) / rows if rows else 0.0
     times: dict[str, list[float]] = {name: [] for name in (*STOCK, *variants)}
-    for turn in range(rounds):
-        for name in random.Random(turn).sample(list(times), len(times)):
-            times[name].append(run(name))
+    for name, _ in turns(times, rounds, warm_up=0):
+        times[name].append(run(name))
     found: dict[str, Any] = {"stock_seconds": statistics.median(times["stock"])}
     for name in (STOCK[1], *variants):
         ratios = [a / b for a, b in zip(times[name], times["stock"], strict=True)]
@@ -132,7 +133,7 @@ def compare(model: str, variants: dict[str, str | None], work: Any, rounds: int)
 
 
 def engine(model: str, capped: bool) -> Any:
-    """An engine with the plugin in it, or one made before it."""
+    """Make an engine, with the plugin in it or before it is registered."""
     from vllm import LLM
 
     if capped:
@@ -148,7 +149,7 @@ def engine(model: str, capped: bool) -> Any:
 
 
 def prefill(llm: Any) -> float:
-    """Processor seconds of one forward of eight prompts of 256 tokens."""
+    """Time one forward of eight prompts of 256 tokens, in processor seconds."""
     from vllm import SamplingParams
 
     rng = random.Random(0)
@@ -162,7 +163,7 @@ def prefill(llm: Any) -> float:
 
 
 def decode(llm: Any) -> float:
-    """Processor seconds that eight requests take for 64 steps beyond the first."""
+    """Time 64 steps beyond the first of eight requests, in processor seconds."""
     from vllm import SamplingParams
 
     prompts = [{"prompt_token_ids": [5 + i] * 4} for i in range(8)]
@@ -176,7 +177,7 @@ def decode(llm: Any) -> float:
 
 
 def big_model(folder: Path) -> str:
-    """Random weights: 32 experts of 512 x 1,024 in each of two layers, uneven gates."""
+    """Write a random model, 32 experts of 512 x 1,024 in each of two layers, uneven gates."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -201,7 +202,7 @@ def big_model(folder: Path) -> str:
 
 
 def set_policy(llm: Any, policy: str | None) -> None:
-    """As the server's POST does it."""
+    """Set the policy as the server's POST does."""
     reason = llm.collective_rpc("paceline_check", args=(policy,))[0]
     if reason is not None:
         raise SystemExit(reason)
@@ -209,12 +210,12 @@ def set_policy(llm: Any, policy: str | None) -> None:
 
 
 def described(llm: Any) -> dict[str, Any]:
-    """What the one worker counted."""
+    """Read the counters of the one worker."""
     return dict(llm.collective_rpc("paceline_describe")[0])
 
 
 def show(name: str, found: dict[str, Any]) -> None:
-    """One line a variant."""
+    """Print a line per variant."""
     print(f"{name}: stock {found['stock_seconds'] * 1e3:.0f} ms")
     for variant, ratio in found.items():
         if isinstance(ratio, dict):

@@ -1,11 +1,11 @@
-"""What vLLM's CPU kernel gains by leaving dropped rows out, and what gathering the kept ones costs.
+"""Gain of vLLM's CPU kernel from leaving dropped rows out, and cost of gathering the kept ones.
 
     make .venv-vllm/.ready && .venv-vllm/bin/python benchmarks/vllm_kernel.py
 
 Experts of several sizes, 2,048 tokens, one core, random weights. In each round the kernel runs once
 on all slots and once on the kept (token, expert) pairs alone, gathered and added up again, and the
 ratio of the two times is taken: below 1 leaving rows out pays. From it follows what a pair costs in
-columns of an expert's width, which is what `paceline.engines.vllm.savings` decides by. Memory
+columns of an expert's width, which is what `paceline.engines.vllm.cpu_experts` decides by. Memory
 caches are filled with something else before each run, as the rest of a model does. Prints a table,
 writes results/vllm_kernel.json.
 """
@@ -26,7 +26,7 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results" / "vllm_kernel.json"
 os.environ.update(OMP_NUM_THREADS="1", VLLM_LOGGING_LEVEL="ERROR")
 SHAPES = ((32, 4, 192, 64), (32, 4, 256, 256), (64, 8, 512, 256), (32, 4, 512, 1024))
-"""Experts, experts a token, hidden size, width."""
+"""Experts, experts per token, hidden size, width."""
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5)
 TOKENS = 2048
 KERNELS = {"vec": "float32", "amx": "bfloat16"}
@@ -40,7 +40,7 @@ def main() -> None:
     import torch
     from vllm.platforms import current_platform
 
-    from paceline.bench.machine import keep_freed_memory
+    from paceline.bench.timing import keep_freed_memory
     from paceline.system_info import system_info
 
     torch.set_num_threads(1)
@@ -69,7 +69,7 @@ def main() -> None:
 def cases(
     shape: tuple[int, int, int, int], isa: str, dtype: Any, rounds: int
 ) -> list[dict[str, Any]]:
-    """One share of dropped slots an entry."""
+    """Time the kernel for each share of dropped slots."""
     import torch
     import vllm._custom_ops as ops
 
@@ -120,10 +120,10 @@ def cases(
 
 
 def line(case: dict[str, Any]) -> str:
-    """One case in words."""
+    """Write one case as a line."""
     experts, k, hidden, width = case["shape"]
     return (
-        f"{case['kernel']} {experts} experts of {hidden} x {width}, {k} a token: "
+        f"{case['kernel']} {experts} experts of {hidden} x {width}, {k} per token: "
         f"{case['dropped_share']:.1%} dropped: {case['median']:.2f} ({case['minimum']:.2f} to "
         f"{case['maximum']:.2f}) of {case['milliseconds_of_all']:.2f} ms, a pair costs "
         f"{case['columns_a_pair']:.0f} columns"

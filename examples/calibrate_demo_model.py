@@ -17,9 +17,9 @@ import typer
 
 from paceline.batches import Sampling
 from paceline.calibration.collect import calibrate
-from paceline.cli.calibrate import PLAN
-from paceline.cli.models import load
-from paceline.cli.progress import progress
+from paceline.cli.output import progress
+from paceline.cli.sources import load
+from paceline.cli.tune import PLAN
 from paceline.demo.plan import DEVICES
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,4 +1,4 @@
-"""Picture of results/active_experts.json: quality against the experts that a decode step reads.
+"""Picture of quality against the experts that a decode step reads, rule by rule.
 
     python research/active_picture.py --out docs/figures/active_experts.svg
 
@@ -19,7 +19,10 @@ from plotly.subplots import make_subplots
 from paceline.reporting.style import ACCENT, BEFORE, INK, axis, layout
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "active_experts.json"
+RESULTS = (
+    ROOT / "benchmarks" / "results" / "active_experts.json",
+    ROOT / "research" / "results" / "active_rules.json",
+)
 WIDTH, HEIGHT = 1100, 520
 WAYS = {
     # name in the picture: family, stand-ins, colour, marker, dash
@@ -34,7 +37,7 @@ WAYS = {
 
 
 def picture(rows: Sequence[Mapping[str, Any]], kind: str, batches: Sequence[int]) -> go.Figure:
-    """Perplexity change against experts read by the busiest device, a panel a batch size."""
+    """Draw perplexity change against experts read by the busiest device, a panel per batch size."""
     titles = [f"{batch} sequences, {kind}" for batch in batches]
     figure = make_subplots(cols=len(batches), shared_yaxes=True, subplot_titles=titles)
     for column, batch in enumerate(batches, 1):
@@ -70,10 +73,14 @@ def picture(rows: Sequence[Mapping[str, Any]], kind: str, batches: Sequence[int]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--results", type=Path, nargs="+", default=RESULTS)
     parser.add_argument("--kind", default="one domain", choices=["one domain", "mixed"])
     given = parser.parse_args()
-    rows = json.loads(given.results.read_text(encoding="utf-8"))["results"]
+    rows = [
+        row
+        for file in given.results
+        for row in json.loads(file.read_text(encoding="utf-8"))["results"]
+    ]
     figure = picture(rows, given.kind, sorted({row["batch"] for row in rows}))
     if given.out.suffix == ".html":
         figure.write_html(given.out, include_plotlyjs=True)

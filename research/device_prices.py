@@ -22,7 +22,7 @@ from torch import Tensor
 
 from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, attach, route
 from paceline.batches import Batch, separate
-from paceline.cli.progress import progress
+from paceline.cli.output import progress
 from paceline.demo.assets import load_calibration, load_model
 from paceline.demo.plan import DEVICES
 from paceline.demo.study import held_out

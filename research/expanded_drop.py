@@ -12,7 +12,7 @@ from pathlib import Path
 
 from paceline import CapacityPolicy, attach
 from paceline.batches import separate
-from paceline.cli.progress import progress
+from paceline.cli.output import progress
 from paceline.demo.assets import load_model
 from paceline.demo.plan import DEVICES
 from paceline.demo.study import balance, drops, flat, held_out, run_policy

@@ -31,7 +31,7 @@ from paceline import (
     route,
 )
 from paceline.batches import Sampling, make_batches
-from paceline.cli.progress import progress
+from paceline.cli.output import progress
 from paceline.demo.assets import domains, load_model, read_text
 from paceline.demo.study import balance, drops, flat, run_policy
 from paceline.evaluation.perplexity import as_dict, change

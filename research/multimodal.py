@@ -29,7 +29,7 @@ from torch import Tensor
 from paceline import CapacityPolicy, attach
 from paceline.batches import Batch
 from paceline.calibration.collect import calibrate
-from paceline.cli.progress import progress
+from paceline.cli.output import progress
 from paceline.demo.study import balance, drops, flat
 from paceline.engines.sharing import SharedBudgetWarning
 from paceline.files import to_json, write_text

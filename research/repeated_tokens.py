@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline import CapacityPolicy, ExpertPlacement, attach
-from paceline.bench.random_model import random_model
-from paceline.bench.spread import ratios, shuffled, spread
+from paceline.bench.model_timing import random_model
+from paceline.bench.timing import ratios, shuffled, spread
 from paceline.demo.assets import domains, load_model, read_text
 from paceline.engines.transformers.expert_parallel import place_experts
 from paceline.facts import Facts

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCa
 from paceline import CapacityPolicy, attach
 from paceline.batches import Sampling, cut, separate
 from paceline.calibration.collect import calibrate
-from paceline.cli.progress import progress
+from paceline.cli.output import progress
 from paceline.demo.assets import domains, load_model, read_text
 from paceline.demo.study import balance, drops, flat, run_policy
 from paceline.evaluation.perplexity import as_dict, change

@@ -48,15 +48,19 @@ RECORD = (
 """Prefill and decode of one model: the demo model goes on with the beginnings of its texts."""
 
 COMMANDS = {
-    "report_law": f"paceline report {LAW} --batch-tokens 512",
-    "report_intent": f"paceline report {INTENT} --batch-tokens 512",
-    "report_decode": f"paceline report {DECODE}",
-    "decode_256": f"paceline report {DECODE} --batch-tokens 256",
-    "decode_1024": f"paceline report {DECODE} --batch-tokens 1024",
-    "place_intent": f"paceline place {INTENT} --judge {LAW} --batch-tokens 512 --out intent.toml",
-    "place_law": f"paceline place {LAW} --judge {INTENT} --batch-tokens 512 --out law.toml",
-    "transfer_law": f"paceline report {LAW} --plan intent.toml --batch-tokens 512",
-    "transfer_intent": f"paceline report {INTENT} --plan law.toml --batch-tokens 512",
+    "report_law": f"paceline loads {LAW} --batch-tokens 512 --html report_law.html",
+    "report_intent": f"paceline loads {INTENT} --batch-tokens 512 --html report_intent.html",
+    "report_decode": f"paceline loads {DECODE} --html report_decode.html",
+    "decode_256": f"paceline loads {DECODE} --batch-tokens 256 --html decode_256.html",
+    "decode_1024": f"paceline loads {DECODE} --batch-tokens 1024 --html decode_1024.html",
+    "place_intent": f"paceline plan {INTENT} --judge {LAW} --place-only --batch-tokens 512 "
+    "--out intent.toml",
+    "place_law": f"paceline plan {LAW} --judge {INTENT} --place-only --batch-tokens 512 "
+    "--out law.toml",
+    "transfer_law": f"paceline loads {LAW} --plan intent.toml --batch-tokens 512 "
+    "--html transfer_law.html",
+    "transfer_intent": f"paceline loads {INTENT} --plan law.toml --batch-tokens 512 "
+    "--html transfer_intent.html",
     "plan_prefill": f"paceline plan {LAW} --model-config v2lite.json --hardware h20",
     "plan_turned": f"paceline plan {INTENT} --judge {LAW} --model-config v2lite.json "
     "--hardware h20",
@@ -69,8 +73,8 @@ COMMANDS = {
 def whole(command: str) -> str:
     """A command on the whole traces, in the folder `traces`, in batches twice as large.
 
-    >>> whole("paceline report sample:esft_v2lite_law --batch-tokens 512")[:51]
-    'paceline report traces/esft_v2lite_law.npz --batch-'
+    >>> whole("paceline loads sample:esft_v2lite_law --batch-tokens 512")[:50]
+    'paceline loads traces/esft_v2lite_law.npz --batch-'
     """
     words = command.replace("--batch-tokens 512", "--batch-tokens 1024").split()
     config = "gpt_oss.json" if DECODE in words else "v2lite.json"
@@ -186,7 +190,7 @@ def tables(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
             ]
         )
     out["batch size"] = _table(
-        ["tokens a batch", "busiest device", "place", "cap 1.25: dropped", "mass lost", "gain"],
+        ["tokens per batch", "busiest device", "place", "cap 1.25: dropped", "mass lost", "gain"],
         rows,
     )
     if "loads_demo" in results:
@@ -212,7 +216,7 @@ def tables(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
             ]
         )
     out["active experts"] = _table(
-        ["experts", "max_active", "a device reads", "dropped", "mass lost", "gain in time"], rows
+        ["experts", "max_active", "read per device", "dropped", "mass lost", "gain in time"], rows
     )
     rows = []
     for name, what in (

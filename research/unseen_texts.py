@@ -20,7 +20,7 @@ from typing import Any
 from paceline import CapacityPolicy, attach
 from paceline.batches import Batch, Sampling, separate
 from paceline.calibration.collect import calibrate
-from paceline.cli.progress import progress
+from paceline.cli.output import progress
 from paceline.demo.assets import load_model
 from paceline.demo.plan import DEVICES
 from paceline.demo.study import PolicyRun, held_out, run_policy

@@ -79,7 +79,7 @@ SAMPLE = "sample:esft_v2lite_law"
 @pytest.mark.parametrize(
     ("room", "verb"),
     [
-        (300, ("place", SAMPLE, "--devices", "8", "--out", "new.toml")),
+        (300, ("plan", SAMPLE, "--place-only", "--devices", "8", "--out", "new.toml")),
         (300, ("import", SAMPLE, "--out", "trace")),
         (20_000, ("import", SAMPLE, "--out", "trace")),
         (20_000, ("reorder", "demo", "--plan", "plan.toml", "--out", "out")),
@@ -111,7 +111,7 @@ def test_an_open_file_is_open_to_others_as_the_process_says(tmp_path: Path) -> N
 
 # whole folders that get their name when they are complete, or that only this process knows; and
 # what all others write with
-WHOLE_FOLDERS = {"checkpoint/reorder.py", "cli/serve.py", "files.py"}
+WHOLE_FOLDERS = {"checkpoint/reorder.py", "engines/vllm/command.py", "files.py"}
 
 
 def test_nothing_is_written_beside_whole_files() -> None:

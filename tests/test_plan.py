@@ -132,8 +132,7 @@ def test_verbs_that_have_no_replicas_refuse_them(tmp_path: Path) -> None:
     Plan(placements=(8,), layers=6, slots=slots).save(path)
     trace, demo = "sample:gpt_oss_20b_decode", "demo"
     for arguments in (
-        ["simulate", trace, "--plan", str(path)],
-        ["report", trace, "--plan", str(path), "--json"],
+        ["loads", trace, "--plan", str(path), "--html", str(tmp_path / "page.html")],
         ["loads", trace, "--plan", str(path)],
         ["loads", demo, "--plan", str(path)],
         ["reorder", demo, "--plan", str(path), "--out", str(tmp_path / "out")],

@@ -1,4 +1,4 @@
-"""Which facts about its tokens a policy asks an engine for, beside the model's own choice."""
+"""Facts about tokens that a policy needs from an engine, in addition to the model's own choice."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from paceline.policy import CapacityPolicy
 
 @dataclass(frozen=True)
 class Facts:
-    """What an engine has to tell `route` for a policy; padding (`valid`) it always has to.
+    """Optional inputs of `route`, True for those that are needed; padding (`valid`) always is.
 
     Attributes:
-        scores: gate scores, or at least those of the chosen experts.
+        scores: gate scores, at least those of the chosen experts.
         all_scores: gate scores of all experts.
-        source: the device on which each token lives.
-        request: the request of each token.
+        source: device on which each token lives.
+        request: request of each token.
         decode: which tokens are being generated.
-        position: the position of each token in its sequence.
+        position: position of each token in its sequence.
         modality: which tokens are image, audio or video.
-        step: the number of the forward.
+        step: number of the forward.
     """
 
     scores: bool = False
@@ -33,14 +33,14 @@ class Facts:
     step: bool = False
 
     @staticmethod
-    def union(*asked: Facts) -> Facts:
-        """What any of them asks for.
+    def union(*needed: Facts) -> Facts:
+        """Return the facts that any of them needs.
 
         >>> Facts.union(Facts(scores=True), Facts(request=True)).request
         True
         """
         names = [field.name for field in fields(Facts)]
-        return Facts(*(any(getattr(one, name) for one in asked) for name in names))
+        return Facts(*(any(getattr(one, name) for one in needed) for name in names))
 
 
 NO_FACTS = Facts()
@@ -48,14 +48,14 @@ NO_FACTS = Facts()
 
 @lru_cache(maxsize=256)
 def facts_for(policy: CapacityPolicy) -> Facts:
-    """What `policy` asks for; nothing where it caps nothing.
+    """Return the facts that `policy` needs; none if it caps nothing.
 
     >>> facts_for(CapacityPolicy(capacity_factor=1.5, pool="request")).request
     True
     """
     if not policy.caps:
         return NO_FACTS
-    ranks = policy.factor is not None  # max_active alone goes by the model's weights
+    ranks = policy.factor is not None  # max_active alone ranks by the model's weights
     return Facts(
         scores=ranks and (policy.keep == "score" or policy.expand is not None),
         all_scores=ranks and policy.expand is not None,

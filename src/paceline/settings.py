@@ -1,4 +1,4 @@
-"""What a user gives an engine, read: policies and placements, one for all layers or one a layer."""
+"""Readers of policies and placements that users pass to engines, one for all layers or one each."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PlacementsLike: TypeAlias = "PlacementLike | Sequence[PlacementLike]"
 
 
 def read_policy(policy: Any) -> CapacityPolicy:
-    """A policy from itself, its short form, or None, which only counts loads.
+    """Return a policy from itself, its short form, or None, which only counts loads.
 
     Raises:
-        ValueError: if it is anything else, or no policy.
+        ValueError: if it is anything else, or not valid.
 
     >>> read_policy("capacity_factor=1.25").capacity_factor
     1.25
@@ -31,17 +31,17 @@ def read_policy(policy: Any) -> CapacityPolicy:
         return CapacityPolicy.parse(policy)
     if not isinstance(policy, CapacityPolicy):
         raise ValueError(
-            f"policy is a {type(policy).__name__}: allowed is a CapacityPolicy, its short form, "
-            "or a sequence with one a layer."
+            "policy must be a CapacityPolicy, its short form, or a sequence with one per layer, "
+            f"got {type(policy).__name__}."
         )
     return policy
 
 
 def read_policies(policy: Any, layers: int) -> tuple[CapacityPolicy, ...]:
-    """The policy of each of so many layers.
+    """Return one policy per layer.
 
     Raises:
-        ValueError: if it is no policy, and no sequence with one a layer.
+        ValueError: if it is neither a policy nor a sequence with one per layer.
 
     >>> len(read_policies("capacity_factor=1.25", layers=3))
     3
@@ -49,24 +49,24 @@ def read_policies(policy: Any, layers: int) -> tuple[CapacityPolicy, ...]:
     if isinstance(policy, (list, tuple)):
         if len(policy) != layers:
             raise ValueError(
-                f"policy has {len(policy)} entries: allowed is one policy, or one for each of "
-                f"the {layers} MoE layers."
+                f"policy must be one policy, or one for each of the {layers} MoE layers, got "
+                f"{len(policy)} entries."
             )
         return tuple(map(read_policy, policy))
     return (read_policy(policy),) * layers
 
 
 def read_placement(placement: Any, num_experts: int, layer: str = "") -> ExpertPlacement | None:
-    """The placement of a layer with so many experts; None: every expert is a device of its own.
+    """Return the placement of one layer; None: every expert is a device of its own.
 
     Args:
-        placement: itself, a number of devices over which experts are spread in order, the device
-            of each expert, or None.
+        placement: itself, a number of devices that share the experts in order, the device of
+            each expert, or None.
         num_experts: of the layer.
         layer: its name, for messages.
 
     Raises:
-        ValueError: if it is anything else, or doesn't fit the layer.
+        ValueError: if it is anything else, or has another number of experts.
 
     >>> read_placement([0, 0, 1, 1], num_experts=4).sizes
     (2, 2)
@@ -80,20 +80,19 @@ def read_placement(placement: Any, num_experts: int, layer: str = "") -> ExpertP
         placement = ExpertPlacement.explicit(list(placement))
     if not isinstance(placement, ExpertPlacement):
         raise ValueError(
-            f"placement={shortened(repr(placement))} is not allowed: it is an ExpertPlacement, a "
-            "number of devices, a list with the device of each expert, or a sequence with one a "
-            "layer."
+            "placement must be an ExpertPlacement, a number of devices, a list with the device of "
+            f"each expert, or a sequence with one per layer, got {shortened(repr(placement))}."
         )
     if placement.num_experts != num_experts:
         raise ValueError(
-            f"placement has {placement.num_experts} experts, layer {layer} has {num_experts}: "
-            "allowed is the same number, or a number of devices."
+            f"placement must be of the {num_experts} experts of layer {layer}, or a number of "
+            f"devices, got one of {placement.num_experts} experts."
         )
     return placement
 
 
 def placement_for(placement: Any, layer: int, layers: int) -> Any:
-    """What a user gave for one of so many layers, to be read by `read_placement`.
+    """Return the part of a user's placement that is for one layer, for `read_placement`.
 
     A list of whole numbers is one placement for all layers, the device of each expert; any other
     sequence holds one a layer.
@@ -105,18 +104,18 @@ def placement_for(placement: Any, layer: int, layers: int) -> Any:
     (4, 2)
     """
     if not isinstance(placement, (list, tuple)) or _whole_numbers(placement):
-        # [4, 4] is two experts on device 4: a number of devices a layer needs None or placements
+        # [4, 4] is two experts on device 4, not a number of devices for each of two layers
         return placement
     if len(placement) != layers:
         raise ValueError(
-            f"placement has {len(placement)} entries: allowed is one placement, or one for each "
-            f"of the {layers} MoE layers."
+            f"placement must be one placement, or one for each of the {layers} MoE layers, got "
+            f"{len(placement)} entries."
         )
     return placement[layer]
 
 
 def _whole_numbers(values: Any) -> bool:
-    """Whether it is a list, a tuple or a flat array of whole numbers."""
+    """Return True for a list, a tuple or a flat array of whole numbers."""
     if isinstance(values, (str, bytes, ExpertPlacement)) or not hasattr(values, "__len__"):
         return False
     try:

@@ -13,16 +13,15 @@ import pytest
 import torch
 
 from paceline import CapacityPolicy, ExpertPlacement, attach
-from paceline.bench.layer import Measured, emulate_layer, summary
-from paceline.bench.model import Served
-from paceline.bench.model import summary as model_summary
-from paceline.bench.random_model import random_model_named
-from paceline.bench.spread import ratios, shuffled, spread
+from paceline.bench.comparison import parse_policies
+from paceline.bench.layer_timing import LayerTimings, emulate_layer, summary
+from paceline.bench.model_timing import ModelTimings, random_model_named
+from paceline.bench.model_timing import summary as model_summary
+from paceline.bench.timing import ratios, shuffled, spread
 from paceline.bench.workload import (
     SHAPES,
     Shape,
     build_experts,
-    parse_policies,
     skewed_workload,
 )
 
@@ -43,12 +42,12 @@ def unpinned() -> Iterator[None]:
 def test_spread_and_ratios() -> None:
     assert spread([3.0, 1.0, 2.0]) == {"min": 1.0, "median": 2.0, "max": 3.0}
     assert ratios([2.0, 4.0], [1.0, 1.0]) == {"min": 2.0, "median": 3.0, "max": 4.0}
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="must be at least one number"):
         spread([])
-    with pytest.raises(ValueError, match="the same"):
+    with pytest.raises(ValueError, match="must have 1 rounds"):
         ratios([1.0], [1.0, 2.0])
     for bad in (0.0, -1.0, math.nan):
-        with pytest.raises(ValueError, match="positive"):
+        with pytest.raises(ValueError, match="must be positive"):
             ratios([1.0], [bad])
     orders = {tuple(shuffled("abc", turn)) for turn in range(40)}
     assert orders == set(permutations("abc"))
@@ -67,9 +66,9 @@ def test_synthetic_routing_is_as_skewed_as_asked(wanted: float) -> None:
 
 
 def test_impossible_skew_is_refused() -> None:
-    with pytest.raises(ValueError, match="is not possible with 2 of 8 experts a token"):
+    with pytest.raises(ValueError, match="is not possible with 2 of 8 experts per token"):
         skewed_workload(TINY, 8, 9.0, ExpertPlacement.contiguous(8, 4))
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="must be at least 1"):
         skewed_workload(TINY, 8, 0.5, ExpertPlacement.contiguous(8, 4))
 
 
@@ -91,33 +90,33 @@ def test_policies_get_what_a_benchmark_means() -> None:
 
 
 def test_bound_counts_what_does_not_depend_on_load() -> None:
-    before = Measured(total=[10.0], rows=[80, 20])
-    after = Measured(total=[8.0], rows=[50, 20], bytes_sent=7)
+    before = LayerTimings(total=[10.0], rows=[80, 20])
+    after = LayerTimings(total=[8.0], rows=[50, 20], bytes_sent=7)
     for result, seconds in ((before, 6.0), (after, 4.0)):
         for stage in result.stages:
             result.stages[stage] = [seconds if stage == "experts" else 1.0]
     first, second = summary({"none": before, "half": after})
-    assert first["bound"] == 1
-    assert second["bound"] == pytest.approx(10 / (4 + 6 * 50 / 80))
-    assert second["load_bound"] == pytest.approx(1.6)
-    assert second["speedup"]["median"] == pytest.approx(1.25)
-    assert second["peak_to_mean"] == pytest.approx(1.0)
-    assert second["busiest_share"] == pytest.approx(50 / 70)
+    assert first.bound == 1
+    assert second.bound == pytest.approx(10 / (4 + 6 * 50 / 80))
+    assert second.load_bound == pytest.approx(1.6)
+    assert second.speedup["median"] == pytest.approx(1.25)
+    assert second.peak_to_mean == pytest.approx(1.0)
+    assert second.busiest_share == pytest.approx(50 / 70)
 
 
 def test_amdahl_bound_of_a_model() -> None:
     rows = model_summary(
         {
-            "none": Served([2.0], [1.0], [1.0], 80, 100),
-            "cap": Served([1.6], [1.0], [0.6], 40, 60),
+            "none": ModelTimings([2.0], [1.0], [1.0], 80, 100),
+            "cap": ModelTimings([1.6], [1.0], [0.6], 40, 60),
         },
         tokens=64,
         new_tokens=3,
         sequences=4,
     )
-    assert rows[1]["bound"] == pytest.approx(1 / (0.5 + 0.5 * 0.5))
-    assert rows[0]["decode_tokens_a_second"]["median"] == 8
-    assert rows[1]["prefill_tokens_a_second"]["median"] == 40
+    assert rows[1].bound == pytest.approx(1 / (0.5 + 0.5 * 0.5))
+    assert rows[0].decode_tokens_a_second == {"min": 8, "median": 8, "max": 8}
+    assert rows[1].prefill_tokens_a_second["median"] == 40
 
 
 def test_emulated_loads_are_those_of_the_policy() -> None:
@@ -149,7 +148,7 @@ def test_verbs_write_results_and_a_plot(tmp_path: Path) -> None:
 
     out, plot = tmp_path / "layer.json", tmp_path / "layer.html"
     options = ["--shape", "tiny", "--tokens", "32", "--rounds", "1", "--out", str(out)]
-    done = runner.invoke(app, ["bench", "layer", *options, "--plot", str(plot), "--json"])
+    done = runner.invoke(app, ["bench", "layer", *options, "--html", str(plot), "--json"])
     assert done.exit_code == 0, done.output
     results = json.loads(out.read_text())
     assert json.loads(done.stdout) == results
@@ -158,7 +157,7 @@ def test_verbs_write_results_and_a_plot(tmp_path: Path) -> None:
     assert "Speed-up over no cap" in plot.read_text()
     bad = runner.invoke(app, ["bench", "layer", "--shape", "nothing"])
     assert bad.exit_code == 2
-    assert "shape 'nothing' is not allowed" in bad.output
+    assert "shape must be one of" in bad.output
     bad = runner.invoke(app, ["bench", "layer", *options[:-1], str(tmp_path / "no" / "x.json")])
     assert bad.exit_code == 2
     assert "there is no folder" in bad.output
@@ -170,7 +169,7 @@ def test_model_verb_on_the_demo_model(tmp_path: Path) -> None:
 
     out, plot = tmp_path / "model.json", tmp_path / "model.html"
     sizes = ["--sequences", "8", "--prompt-tokens", "16", "--new-tokens", "2", "--rounds", "1"]
-    done = runner.invoke(app, ["bench", "model", *sizes, "--out", str(out), "--plot", str(plot)])
+    done = runner.invoke(app, ["bench", "model", *sizes, "--out", str(out), "--html", str(plot)])
     assert done.exit_code == 0, done.output
     rows = json.loads(out.read_text())["policies"]
     assert rows[0]["rows"] == 4 * 8 * 16 * 4  # layers, sequences, tokens, k

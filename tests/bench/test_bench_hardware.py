@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 
 from paceline.analysis.cost import LayerShape, device_seconds
 from paceline.analysis.hardware import Hardware, hardware_of
-from paceline.bench.hardware import Timing, is_decode, measure
-from paceline.bench.hardware_fit import fit, left_out, within
+from paceline.bench.hardware import Timing, fit, is_decode, left_out, measure, within
 from paceline.cli.app import app
 
 TRUE = Hardware("true", flops=1.5e11, memory=1.2e10, memory_size=1e9, link=1e9, launch=3e-4,
@@ -93,9 +92,9 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "FIT_SIZES", ((64, 32), (96, 48)))
     monkeypatch.setattr(bench, "HELD_OUT_SIZES", ((80, 40),))
     monkeypatch.setattr("torch.set_num_threads", lambda count: None)
-    monkeypatch.setattr("paceline.bench.machine.keep_freed_memory", lambda: True)
+    monkeypatch.setattr("paceline.bench.timing.keep_freed_memory", lambda: True)
     out = tmp_path / "here.json"
-    arguments = ["calibrate-hardware", "--out", str(out), "--rounds", "1", "--link", "2"]
+    arguments = ["bench", "hardware", "--out", str(out), "--rounds", "1", "--link", "2"]
     ran = CliRunner().invoke(app, [*arguments, "--json"])
     assert ran.exit_code == 0, ran.output
     said = json.loads(ran.stdout)
@@ -104,8 +103,5 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < said["decode_cases"] < len(bench.MEAN_ROWS)
     found = hardware_of(str(out))
     assert (found.link, found.precision) == (2e9, "fp32")
-    published = CliRunner().invoke(app, ["calibrate-hardware", "--published", "--json"])
-    rows = json.loads(published.stdout)["distances"]
-    assert {"DeepGEMM, H800, FP8", "LLEP, 8 H200"} <= {row["table"] for row in rows}
     for wrong in (["--rounds", "0"], ["--link", "0"], ["--out", "no/where.json"]):
-        assert CliRunner().invoke(app, ["calibrate-hardware", *wrong]).exit_code == 2
+        assert CliRunner().invoke(app, ["bench", "hardware", *wrong]).exit_code == 2

@@ -62,7 +62,7 @@ def test_a_layer_with_a_placement_and_a_policy_from_files(
     plans: dict[str, Path], tmp_path: Path
 ) -> None:
     page = tmp_path / "page.html"
-    found = results(*LAYER, "--placement", plans["placed"], "--plot", page)
+    found = results(*LAYER, "--placement", plans["placed"], "--html", page)
     assert found["placement_file"] == str(plans["placed"])
     assert found["devices"]["count"] == 3
     assert found["devices"]["placement"] == "experts placed as given"
@@ -105,8 +105,11 @@ BAD: dict[str, tuple[list[str], str]] = {
     "another k": ([*LAYER, "--plan", "{other}"], "the plan is for k=7"),
     "requests": ([*LAYER, "-p", "capacity_factor=1,pool=request"], "needs token_request"),
     "out": ([*LAYER, "--out", "{tmp}"], "it is a folder"),
-    "plot": ([*LAYER, "--plot", "{tmp}/no/x.html"], "there is no folder"),
-    "layer of a model": (["bench", "layer", "--model", "demo", "--layer", "77"], "4 MoE layers"),
+    "plot": ([*LAYER, "--html", "{tmp}/no/x.html"], "there is no folder"),
+    "layer of a model": (
+        ["bench", "layer", "--model", "demo", "--layer", "77"],
+        "one of the 4 MoE layers",
+    ),
     "two routings": ([*LAYER, "--model", "demo", "--trace", "x.npz"], "give one of them"),
     "text alone": ([*LAYER, "--text", "x"], "needs --model"),
     "shape": (["bench", "layer", "--shape", "64,32,8,9,2"], "k and devices at most experts"),
@@ -116,7 +119,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "many": ([*MODEL, "--new-tokens", "9999"], "allowed are 512"),
     "devices of a model": ([*MODEL, "--devices", "100"], "32 experts go on 1 to 32"),
     "plan of a model": ([*MODEL, "--plan", "{two}"], "the model has 4"),
-    "policies of a model": ([*MODEL, "--plan", "{pair}"], "policy has 2 entries"),
+    "policies of a model": ([*MODEL, "--plan", "{pair}"], "got 2 entries"),
 }
 
 

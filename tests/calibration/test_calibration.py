@@ -261,12 +261,12 @@ def test_the_verb_refuses_bad_input_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     cases = [
         (["nowhere/at/all", "--text", "a", "--out", str(tmp_path / "o")], "--text a can't be read"),
-        (["demo", "--out", str(tmp_path / "file")], "is a file"),
+        (["demo", "--out", str(tmp_path / "file")], "must be a folder"),
         (["demo", "--dtype", "int3", "--out", str(tmp_path / "o")], "int3"),
         (["demo", "--rank", "0", "--tokens", "64", "--out", str(tmp_path / "o")], "rank=0"),
     ]
     for arguments, said in cases:
-        result = CliRunner().invoke(app, ["calibrate", *arguments])
+        result = CliRunner().invoke(app, ["tune", *arguments])
         assert result.exit_code == 2, result.output
         assert said in result.output
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
-from paceline.cli.app import app
-from paceline.cli.errors import sentence
+import paceline
+from paceline.cli.app import FORMER, app
+from paceline.cli.output import sentence
 from paceline.shipped import MODEL_FOLDER
 
 RUN = ["--tokens", "1024", "--batch-size", "8", "--sequence-length", "64"]
@@ -73,20 +78,70 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_help_has_examples_for_every_verb_with_options() -> None:
-    assert run("--help").exit_code == 0
-    for verb in ("demo", "loads"):
-        result = run(verb, "--help")
-        assert result.exit_code == 0
-        assert f"paceline {verb}" in result.stdout.split("Examples:")[1]
+def commands() -> Iterator[tuple[str, click.Command]]:
+    """Every command that help shows, with its words: `loads`, `bench layer`."""
+    for name, command in get_command(app).commands.items():
+        if command.hidden:
+            continue
+        if name == "bench":
+            yield from ((f"bench {each}", inner) for each, inner in command.commands.items())
+        else:
+            yield name, command
+
+
+COMMANDS = dict(commands())
+
+
+def test_there_are_ten_verbs() -> None:
+    verbs = "demo loads record import plan tune eval reorder serve bench"
+    assert {name.split()[0] for name in COMMANDS} == set(verbs.split())
+    shown = run("--help").stdout
+    assert all(f"  {name.split()[0]} " in shown for name in COMMANDS)
+    assert not any(f"  {name} " in shown for name in FORMER)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_verb_has_json_and_examples_that_parse(name: str) -> None:
+    command = COMMANDS[name]
+    assert name == "serve" or any("--json" in option.opts for option in command.params)
+    examples = (command.help or "").split("Examples:")[1].strip().splitlines()
+    assert any(f"paceline {name}" in example for example in examples)
+    for example in examples:
+        words = shlex.split(example.split("  then:")[0].partition("paceline ")[2])
+        shown = next(n for n in COMMANDS if words[: n.count(" ") + 1] == n.split())
+        COMMANDS[shown].make_context(shown, words[shown.count(" ") + 1 :])
+
+
+def test_an_option_has_the_same_help_in_every_verb() -> None:
+    helps: dict[str, set[str]] = {}
+    for command in COMMANDS.values():
+        for option in (each for each in command.params if each.opts[0].startswith("-")):
+            said = (option.help or "").replace("; may be repeated", "")
+            helps.setdefault(option.opts[0], set()).add(said)
+    own = {
+        "--out",
+        "--model",
+        "--tokens",
+        "--trace",
+        "--devices",
+    }  # mean another thing in some verbs
+    assert {name for name, said in helps.items() if len(said) > 1} == own
+
+
+@pytest.mark.parametrize("name", FORMER)
+def test_a_former_verb_names_the_new_command(name: str) -> None:
+    for arguments in ([], ["--help"], ["trace", "--devices", "8"]):
+        result = run(name, *arguments)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr == f"paceline: `paceline {name}` is now `{FORMER[name]}`.\n"
 
 
 def test_version_and_module_entry() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "paceline", "version"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "paceline", "--version"], capture_output=True, text=True, check=True
     )
-    assert done.stdout == run("version").stdout
-    assert done.stdout.strip()[0].isdigit()
+    assert done.stdout == run("--version").stdout
+    assert done.stdout.strip() == paceline.__version__
 
 
 def test_help_loads_no_heavy_library() -> None:
@@ -252,7 +307,7 @@ BAD_PLANS = {
     "placed by both": (["--placement", "{placed}", "--plan", "{capped}"], "give one of them"),
     "plan and devices": (["--plan", "{placed}", "--devices", "2"], "give one of them"),
     "two policies": (["--plan", "{capped}", "--policy", "capacity_factor=1"], "give one of them"),
-    "another model": (["--plan", "{other}"], "the plan is for 32 experts a layer"),
+    "another model": (["--plan", "{other}"], "the plan is for 32 experts per layer"),
     "page is a folder": (["--html", "{tmp}"], "it is a folder"),
 }
 

@@ -74,17 +74,17 @@ def verbs(path: str, text: str, out: str) -> Iterator[tuple[str, ...]]:
     yield "loads", SAMPLE, "--plan", path
     yield "loads", SAMPLE, "--placement", path
     yield "record", path, "--text", text, "--out", out
-    yield "calibrate", path, "--text", text, "--out", out
+    yield "tune", path, "--text", text, "--out", out
     yield "eval", "demo", "--text", text, "--policy", "capacity_factor=1", "--plan", path
-    yield "sweep", "demo", "--text", text, "--calibration", path
-    yield "place", path, "--out", out
+    yield "eval", "demo", "--grid", "--text", text, "--calibration", path
+    yield "plan", path, "--place-only", "--out", out
     yield "plan", SAMPLE, "--model-config", path
     yield "plan", SAMPLE, "--model-config", str(MODEL_FOLDER), "--hardware", path
     yield "reorder", path, "--plan", path, "--out", out
-    yield "report", path, "--out", out
-    yield "report", SAMPLE, "--judge", path, "--out", out
+    yield "loads", path, "--html", out
+    yield "loads", SAMPLE, "--judge", path, "--html", out
     yield "import", path, "--experts", "8", "--k", "2", "--layers", "2", "--out", out
-    yield "simulate", path
+    yield "loads", path, "--policy", "capacity_factor=1"
     yield "bench", "layer", "--trace", path
     yield "serve", "demo", "--plan", path
 

@@ -55,17 +55,17 @@ WORKS = {
         "record", "demo", "--prompts", "TEXT", "--max-new-tokens", "2", "--content", "choices",
         "--out", "OUT",
     ),
-    "calibrate": ("calibrate", "demo", *SMALL, "--rank", "1", "--out", "OUT"),
+    "tune": ("tune", "demo", *SMALL, "--rank", "1", "--out", "OUT"),
     "eval": (
         "eval", "demo", *SMALL, "--compositions", "one_text", "--policy", "capacity_factor=1",
         "--out", "OUT",
     ),
-    "sweep": (
-        "sweep", "demo", *SMALL, "--factors", "1", "--units", "device", "--out", "OUT",
+    "eval grid": (
+        "eval", "demo", "--grid", *SMALL, "--factors", "1", "--units", "device", "--out", "OUT",
     ),
     "bench": (
         "bench", "model", "--sequences", "2", "--prompt-tokens", "16", "--new-tokens", "2",
-        "--rounds", "1", "--out", "OUT.json", "--plot", "OUT.html",
+        "--rounds", "1", "--out", "OUT.json", "--html", "OUT.html",
     ),
 }  # fmt: skip
 
@@ -127,23 +127,23 @@ def verbs(path: Path, text: Path, out: Path) -> Iterator[tuple[str | Path, ...]]
     yield "loads", SAMPLE, "--plan", path
     yield "loads", SAMPLE, "--placement", path
     yield "record", path, "--text", text, "--out", out
-    yield "calibrate", path, "--text", text, "--out", out
-    some = "--policy", "capacity_factor=1", "--out", out
-    yield "factors", path, "--text", text, *some
-    yield "factors", "demo", "--text", text, *some, "--plan", path
-    yield "factors", "demo", "--text", text, *some, "--calibration", path
+    yield "tune", path, "--text", text, "--out", out
+    some = "--text", text, "--only", "factors", "--bound", "1", "--out", out
+    yield "tune", path, *some
+    yield "tune", "demo", *some, "--plan", path
+    yield "tune", "demo", *some, "--calibration", path
     yield "eval", path, "--text", text
     yield "eval", "demo", "--text", text, "--policy", "capacity_factor=1", "--plan", path
-    yield "sweep", "demo", "--text", text, "--calibration", path
-    yield "place", path, "--out", out
+    yield "eval", "demo", "--grid", "--text", text, "--calibration", path
+    yield "plan", path, "--place-only", "--out", out
     yield "plan", SAMPLE, "--model-config", path
     yield "plan", SAMPLE, "--model-config", path, "--hardware", path
     yield "reorder", path, "--plan", path, "--out", out
-    yield "report", path, "--out", out
-    yield "report", SAMPLE, "--plan", path, "--out", out
+    yield "loads", path, "--html", out
+    yield "loads", SAMPLE, "--plan", path, "--html", out
     yield "import", path, "--experts", "8", "--k", "2", "--layers", "2", "--out", out
-    yield "simulate", path
-    yield "simulate", SAMPLE, "--plan", path
+    yield "loads", path, "--policy", "capacity_factor=1"
+    yield "loads", SAMPLE, "--sweep", path
     yield "bench", "model", "--model", path
     yield "bench", "layer", "--trace", path
     yield "bench", "layer", "--plan", path

@@ -1,4 +1,4 @@
-"""The verbs on traces: record, loads, simulate; and one sentence for whatever can't be."""
+"""The verbs on traces: record, import, loads; and one sentence for whatever can't be."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from paceline.traces.loads import trace_loads
 from paceline.traces.simulate import simulate
 
 SAMPLES = Path(__file__).parents[1] / "traces" / "samples"
+CAP = ("--policy", "capacity_factor=1,min_expert_load=0")
 COMPLETION = SAMPLES / "vllm/chat_completion.v0.32.json"
 
 
@@ -45,7 +46,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_help_of_every_verb_has_examples() -> None:
-    for verb in ("record", "import", "simulate"):
+    for verb in ("record", "import"):
         result = run(verb, "--help")
         assert result.exit_code == 0
         assert f"paceline {verb}" in result.stdout.split("Examples:")[1]
@@ -136,7 +137,7 @@ def test_simulate_is_that_of_the_library(tmp_path: Path, recorded: dict[str, Pat
     plan = Plan((CapacityPolicy(capacity_factor=1.5, min_expert_load=0),), (2,))
     plan.save(tmp_path / "plan.toml")
     arguments = ["--policy", policy, "--plan", tmp_path / "plan.toml", "--devices", "4"]
-    result = run("simulate", recorded["choices"], "--json", *arguments)
+    result = run("loads", recorded["choices"], "--json", *arguments)
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
     plans = {
@@ -147,7 +148,7 @@ def test_simulate_is_that_of_the_library(tmp_path: Path, recorded: dict[str, Pat
     wanted = json.loads(json.dumps(simulate(open_trace(recorded["choices"]), plans)))
     assert found["plans"] == wanted["plans"]
     assert found["plans"][policy]["overall"]["dropped"] > 0
-    shown = "".join(run("simulate", recorded["choices"], *arguments).stdout.split())
+    shown = "".join(run("loads", recorded["choices"], *arguments).stdout.split())
     assert "nocap" in shown
     for of_plan in wanted["plans"].values():
         assert f"{of_plan['overall']['gain']:.2f}×" in shown
@@ -157,7 +158,7 @@ def test_simulate_without_repeats(tmp_path: Path) -> None:
     trace = "sample:esft_v2lite_intent"
     results = {}
     for extra in ([], ["--without", "repeats"], ["--without", "commonest"]):
-        result = run("simulate", trace, "--batch-tokens", "1024", "--json", *extra)
+        result = run("loads", trace, *CAP, "--batch-tokens", "1024", "--json", *extra)
         assert result.exit_code == 0, result.stderr
         overall = json.loads(result.stdout)["plans"]["no cap"]["overall"]
         results[" ".join(extra)] = overall["assignments"]
@@ -166,27 +167,33 @@ def test_simulate_without_repeats(tmp_path: Path) -> None:
 
 
 BAD = {
-    "no such trace": (["simulate", "{tmp}/none"], "there is no trace"),
+    "no such trace": (["loads", "{tmp}/none.npz", *CAP], "there is no trace"),
     "unknown sample": (["loads", "sample:none"], "allowed are esft"),
-    "counts simulated": (["simulate", "{counts}"], "holds counts"),
+    "counts simulated": (["loads", "{counts}", *CAP], "holds counts"),
     "counts cut": (["loads", "{counts}", "--batch-tokens", "8"], "can't be cut"),
     "no experts": (["loads", "{completion}"], "--experts"),
     "other k": (["loads", "{completion}", "--experts", "64", "--k", "4"], "k=4 was said"),
     "negative experts": (["loads", "{completion}", "--experts", "-1"], "experts=-1"),
     "no config": (["loads", "{completion}", "--model-config", "{tmp}/x"], "can't be read"),
-    "policy on loads": (["loads", "sample:esft_v2lite_law", "--policy", "gamma=1"], "simulate"),
-    "page of a trace": (["loads", "sample:esft_v2lite_law", "--html", "{tmp}/x.html"], "--html"),
+    "shadow of a trace": (["loads", "sample:esft_v2lite_law", "--shadow"], "is for a model"),
+    "two plans on a page": (
+        ["loads", "sample:esft_v2lite_law", *CAP, *CAP, "--html", "{tmp}/x"], "must be given once",
+    ),
+    "placed twice": (
+        ["loads", "sample:esft_v2lite_law", *CAP, "--placement", "x", "--devices", "4"],
+        "give one of them",
+    ),
     "trace option on a model": (["loads", "demo", "--batch-tokens", "8"], "is for a trace"),
     "too many devices": (["loads", "sample:esft_v2lite_law", "--devices", "65"], "65"),
-    "no devices": (["simulate", "sample:esft_v2lite_law", "--devices", "0"], "at least 1"),
-    "no batch": (["simulate", "sample:esft_v2lite_law", "--batch-tokens", "0"], "at least 1"),
-    "bad policy": (["simulate", "sample:esft_v2lite_law", "--policy", "speed=9"], "speed"),
+    "no devices": (["loads", "sample:esft_v2lite_law", "--devices", "0"], "at least 1"),
+    "no batch": (["loads", "sample:esft_v2lite_law", "--batch-tokens", "0"], "at least 1"),
+    "bad policy": (["loads", "sample:esft_v2lite_law", "--policy", "speed=9"], "speed"),
     "no scores": (
-        ["simulate", "sample:esft_v2lite_law", "--policy", "gamma=1,expand=all,min_expert_load=0"],
+        ["loads", "sample:esft_v2lite_law", "--policy", "gamma=1,expand=all,min_expert_load=0"],
         "scores of all experts",
     ),
-    "bad rows": (["simulate", "sample:esft_v2lite_law", "--without", "all"], "commonest"),
-    "no plan": (["simulate", "sample:esft_v2lite_law", "--plan", "{tmp}/x.toml"], "x.toml"),
+    "bad rows": (["loads", "sample:esft_v2lite_law", "--without", "all"], "commonest"),
+    "no plan": (["loads", "sample:esft_v2lite_law", "--plan", "{tmp}/x.toml"], "x.toml"),
     "folder in use": (["record", "demo", "--out", "{counts}"], "holds something"),
     "folder nowhere": (["record", "demo", "--out", "{tmp}/a/b"], "can't be written"),
     "text and prompts": (

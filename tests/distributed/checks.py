@@ -533,11 +533,13 @@ def disagreements() -> None:
     )
     refused(
         ValueError,
-        "the number of ranks, 2",
+        "one device per rank, 2, got",
         lambda: place_experts(model, ExpertPlacement.per_expert(EXPERTS)),
     )
     refused(
-        ValueError, "has 8: allowed", lambda: place_experts(model, ExpertPlacement.contiguous(6, 2))
+        ValueError,
+        "must be of the 8 experts",
+        lambda: place_experts(model, ExpertPlacement.contiguous(6, 2)),
     )
     place_experts(model, PLACEMENTS["scattered"])
     refused(ValueError, "spread over ranks", lambda: place_experts(model, PLACEMENTS["scattered"]))
@@ -551,7 +553,7 @@ def disagreements() -> None:
     refused(ValueError, "placement is not the same", lambda: attach(model, None, placement))
     refused(
         ValueError,
-        "is not where the experts",
+        "must be None or where its experts are",
         lambda: attach(model, None, ExpertPlacement.contiguous(EXPERTS, 2)),
     )
     refused(ValueError, "a token lives on its rank", lambda: attach(model, token_source="sequence"))

@@ -53,7 +53,7 @@ def support_row(name: str) -> tuple[str, str]:
     try:
         with attach(model) as pace:
             support, layers = pace.support, pace._layers
-            ways = {_way(layer._execution) for layer in layers}
+            ways = {_way(layer.runner) for layer in layers}
     except ValueError as error:
         return "refused", f"| {name} | refused | | | {tested} | {_cell(str(error))} |"
     levels = {s.level for s in support}
@@ -69,7 +69,7 @@ def support_row(name: str) -> tuple[str, str]:
 def _way(execution: object) -> str:
     if execution.wide_ids:  # type: ignore[attr-defined]
         return "zero experts"
-    return "skips" if execution._eager_skips else "kept pairs"  # type: ignore[attr-defined]
+    return "skips" if execution.skips_sentinel else "kept pairs"  # type: ignore[attr-defined]
 
 
 def _cell(text: str) -> str:

@@ -397,5 +397,5 @@ def test_a_router_of_unknown_scores_can_follow_it() -> None:
 def test_a_cap_that_never_applied_says_why(model: Any) -> None:
     with attach(model, "max_active=1", DEVICES) as pace:
         output(model, tiny_models.inputs(batch=4, length=20))
-        with pytest.warns(UserWarning, match="all gave an expert 8 tokens on average"):
+        with pytest.warns(UserWarning, match="all had 8 tokens per expert"):
             pace.stats()

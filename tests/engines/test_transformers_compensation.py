@@ -346,7 +346,7 @@ def test_without_a_calibration_that_fits_it_is_an_error(tmp_path: Path) -> None:
         assert fingerprint(model) == before
 
     refused(None, "compensate=true needs a calibration", ValueError)
-    refused(7, "calibration is a int", ValueError)
+    refused(7, "calibration must be a Calibration", ValueError)
     refused(tmp_path, "there is no calibration in")
     other = Calibration("OlmoeForCausalLM", ("a",), (1,), "texts", found.layers)
     refused(other, "is of a OlmoeForCausalLM, the model is a MixtralForCausalLM")

@@ -117,7 +117,7 @@ def test_generations_follow_each_other_and_fail(model: Any) -> None:
         with torch.no_grad():
             model(**given)
         assert pace.stats().layers[0].tokens == 10
-        assert pace._running.here.generation is None
+        assert pace._state.thread.generation is None
 
 
 def test_beams_of_a_prompt_that_has_ended_are_no_tokens(model: Any) -> None:

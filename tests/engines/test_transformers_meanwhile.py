@@ -79,11 +79,11 @@ def test_threads_that_begin_at_once_listen_to_a_router_once(model: Any) -> None:
         for layer in pace._layers:
             # as if something had been put on the router: all threads find that they don't hear it
             for _ in range(10):
-                layer.router_watch.undo()
+                layer.router.undo()
 
                 def begin(layer: Any = layer) -> None:
                     together.wait()
-                    layer.router_watch.ensure()
+                    layer.router.ensure()
 
                 threads = [threading.Thread(target=begin) for _ in range(8)]
                 for thread in threads:
@@ -96,7 +96,7 @@ def test_threads_that_begin_at_once_listen_to_a_router_once(model: Any) -> None:
 def test_a_forward_that_begins_after_detach_leaves_nothing_on_routers(model: Any) -> None:
     untouched = fingerprint(model)
     pace = attach(model, CAP)
-    prepare = pace._running.before_forward  # as a forward read it that goes on after detach
+    prepare = pace._state.before_forward  # as a forward read it that goes on after detach
     pace.detach()
     for ensure_heard in prepare:
         ensure_heard()

@@ -238,7 +238,7 @@ def test_a_text_model_that_others_feed_with_pictures_is_told_by_labels() -> None
         assert torch.equal(told(inputs)[1], types.flatten() == 1)
         check_order(inputs, out, *reversed(told(inputs)))
     short = attach(model, CAP, token_modality=types[:, :5])
-    with short, torch.no_grad(), pytest.raises(ValueError, match="token_modality has shape"):
+    with short, torch.no_grad(), pytest.raises(ValueError, match="token_modality must have shape"):
         model(**given)
     text = attach(model, CAP, token_modality=types.float())
     with text, torch.no_grad(), pytest.raises(ValueError, match="integer"):

@@ -91,7 +91,7 @@ def test_overlapping_forwards_get_their_own_facts(model: Any, policy: Any) -> No
                 assert torch.equal(one, want[index])
             tokens = sum(int(given[i]["attention_mask"].sum()) for i in (left, right))
             assert [s.tokens for s in pace.stats().layers] == [tokens] * 3
-            assert pace._running.context is None
+            assert pace._state.context is None
         assert torch.equal(output(model, b), want[1])
 
 
@@ -119,8 +119,8 @@ def test_a_forward_that_fails_beside_another_leaves_nothing_stale(model: Any) ->
         assert sum(isinstance(r, ZeroDivisionError) for r in results) == 1
         assert torch.equal(output(model, good), want[0])
         assert torch.equal(output(model, other), want[1])
-        assert pace._running.context is None
-        assert not pace._running.here.router
+        assert pace._state.context is None
+        assert not pace._state.thread.router
 
 
 def test_generations_in_two_threads_end_their_own_rows(model: Any) -> None:
@@ -177,7 +177,7 @@ def test_many_threads_and_a_policy_that_changes_meanwhile(model: Any) -> None:
             stop.set()
             runs = sum(job.result() for job in jobs)
         assert [s.forwards for s in pace.stats().layers] == [runs] * len(pace.layers)
-        assert pace._running.context is None
+        assert pace._state.context is None
 
 
 def test_random_drops_of_threads_are_those_of_forwards_in_some_order(model: Any) -> None:

@@ -1,4 +1,4 @@
-"""`paceline factors`: layers capped alone, and a plan whose bound holds where rows are counted."""
+"""`paceline tune --only factors`: layers capped alone, and a plan whose bound holds by counting."""
 
 from __future__ import annotations
 
@@ -22,17 +22,28 @@ from paceline.shipped import CALIBRATION_FOLDER
 TEXTS = ("prose", "german")
 SMALL = ("--tokens", "512", "--batch-size", "2", "--sequence-length", "128")
 BASE = "capacity_factor=0.75,compensate=true"
+FACTORS = ("--only", "factors")
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """The plan's file, and what the verb says of it."""
-    out = tmp_path_factory.mktemp("factors") / "plan.toml"
+    out = tmp_path_factory.mktemp("factors")
     texts = [part for name in TEXTS for part in ("--text", name)]
-    arguments = ["factors", "demo", "--policy", BASE, "--calibration", "demo", *texts, *SMALL]
+    arguments = [
+        "tune",
+        "demo",
+        *FACTORS,
+        "--policy",
+        BASE,
+        "--calibration",
+        "demo",
+        *texts,
+        *SMALL,
+    ]
     ran = CliRunner().invoke(app, [*arguments, "--out", str(out), "--json"])
     assert ran.exit_code == 0, ran.output
-    return out, json.loads(ran.stdout)
+    return out / "plan.toml", json.loads(ran.stdout)
 
 
 def logits_of(model: Any, ids: torch.Tensor) -> np.ndarray:
@@ -126,15 +137,18 @@ def test_a_cap_that_never_applies_is_an_error(demo: tuple[Any, Any]) -> None:
         (("--policy", BASE), "compensate=true needs a calibration"),
         (("--policy", BASE, "--calibration", "/nowhere"), "there is no calibration in /nowhere"),
         (("--policy", BASE, "--text", "/nowhere.txt"), "/nowhere.txt can't be read"),
-        (("--policy", BASE, "--devices", "0"), "--devices 0 is not allowed"),
+        (("--policy", BASE, "--devices", "0"), "--devices must be at least 1, got 0"),
         (("--policy", BASE, "--plan", "/nowhere.toml"), "/nowhere.toml can't be read"),
-        (("--policy", BASE, "--out", "/nowhere/plan.toml"), "there is no folder /nowhere"),
+        (("--policy", BASE, "--bound", "0.5"), "must have the same factor"),
+        (("--policy", BASE, "--policy", BASE), "must be given once"),
+        ((), "--only factors needs --bound"),
+        (("--policy", BASE, "--out", __file__), "must be a folder"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    out = () if "--out" in arguments else ("--out", str(tmp_path / "plan.toml"))
-    ran = CliRunner().invoke(app, ["factors", "demo", *SMALL, *arguments, *out])
+    out = () if "--out" in arguments else ("--out", str(tmp_path / "out"))
+    ran = CliRunner().invoke(app, ["tune", "demo", *FACTORS, *SMALL, *arguments, *out])
     assert ran.exit_code == 2, ran.output
     assert said in ran.stderr.strip().splitlines()[-1]
-    assert not (tmp_path / "plan.toml").exists()
+    assert not (tmp_path / "out").exists()
     assert "Traceback" not in ran.output

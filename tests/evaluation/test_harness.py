@@ -16,11 +16,10 @@ from lm_eval.api.instance import Instance
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from typer.testing import CliRunner
 
-from paceline.cli.app import app
 from paceline.evaluation.harness import PacelineLM
 from paceline.facts import Facts
+from paceline.lm_eval import KNOWN
 from paceline.shipped import MODEL_FOLDER, TASK_FOLDER
 
 TASKS = ["paceline_continuation", "paceline_copy", "paceline_passage"]
@@ -173,7 +172,7 @@ def test_bad_options_are_one_sentence(demo: tuple[Any, Any], tmp_path: Path) -> 
 def test_the_harness_own_command_takes_it_with_any_task(tmp_path: Path) -> None:
     """It must be told by a file: nothing of the task itself names Paceline."""
     arguments = 'pretrained=demo,devices=8,policy="capacity_factor=1,unit=expert"'
-    told = CliRunner().invoke(app, ["lm-eval", "path"]).stdout.strip()
+    told = KNOWN
     for name in ("continuation.yaml", "continuation.jsonl", "utils.py"):
         text = (TASK_FOLDER / name).read_text(encoding="utf-8")
         text = text.replace("import paceline.evaluation.harness", "")

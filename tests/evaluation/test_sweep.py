@@ -1,4 +1,4 @@
-"""`paceline sweep`: every combination once, its frontier, and what is shown of it."""
+"""`paceline eval --grid`: every combination once, its frontier, and what is shown of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ SMALL = ["--tokens", "512", "--sequence-length", "64", "--batch-size", "4"]
 
 
 def _run(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["sweep", "demo", "--text", "prose", *SMALL, *arguments])
+    return CliRunner().invoke(
+        app, ["eval", "demo", "--grid", "--text", "prose", *SMALL, *arguments]
+    )
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=20))
@@ -89,7 +91,7 @@ def test_a_report_shows_a_sweep_and_refuses_what_is_none(tmp_path: Path) -> None
     swept = tmp_path / "swept"
     assert _run("--factors", "1,0.5", "--keeps", "score", "--out", str(swept)).exit_code == 0
     page = tmp_path / "page.html"
-    arguments = ["report", "sample:gpt_oss_20b_decode", "--out", str(page), "--sweep"]
+    arguments = ["loads", "sample:gpt_oss_20b_decode", "--html", str(page), "--sweep"]
     ran = CliRunner().invoke(app, [*arguments, str(swept / "sweep.json")])
     assert ran.exit_code == 0, ran.output
     text = page.read_text(encoding="utf-8")
@@ -117,13 +119,15 @@ def test_a_report_shows_a_sweep_and_refuses_what_is_none(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--factors", "1,x"], "--factors x: allowed are numbers >= 0"),
+        (["--factors", "1,x"], "--factors must be numbers >= 0, got x"),
         (["--factors", "-1"], "capacity_factor=-1.0 is not allowed"),
         (["--units", "rack"], "unit='rack' is not allowed"),
-        (["--keeps", ","], "--keeps ',' names nothing"),
+        (["--keeps", ","], "--keeps must have at least one value, got ','"),
         (["--expands", "far"], "expand='far' is not allowed"),
         (["--calibration", "/nowhere"], "/nowhere"),
-        (["--out", "/nowhere/at/all"], "there is no folder /nowhere/at"),
+        (["--out", __file__], "--out must be a folder"),
+        (["--policy", "capacity_factor=1"], "a grid has its own policies"),
+        (["--compositions", "solo"], "must be one_text or mixed with --grid"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments: list[str], said: str) -> None:

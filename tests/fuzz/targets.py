@@ -25,14 +25,15 @@ import torch
 from safetensors.torch import save
 
 import paceline
+from paceline.analysis.cost import layer_shape
 from paceline.analysis.hardware import PRESETS, hardware_of, save_hardware
-from paceline.analysis.model_config import expert_groups, hidden_layers, layer_shape
 from paceline.analysis.planner import SCHEMA as PLANNER_SCHEMA
 from paceline.checkpoint.folder import open_checkpoint
-from paceline.cli.record import read_prompts
-from paceline.cli.report import _planned as planned_result
+from paceline.cli.sources import read_prompts
+from paceline.cli.trace_loads import read_planned as planned_result
 from paceline.engines.transformers.config import load_policy
 from paceline.engines.vllm.control import PATH
+from paceline.model_config import read_model_config
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
 from paceline.stand_ins.file import Calibration
@@ -338,16 +339,17 @@ def _model_files() -> list[tuple[str, bytes]]:
 
 def _model_folder(data: bytes, folder: Path) -> None:
     _write_but(data, _model_files(), folder)
-    for read in (layer_shape, hidden_layers, expert_groups):
+    for name in ("shape", "hidden_layers", "moe_layers", "expert_groups"):
         unclear: list[str] = []
         try:
-            read(folder / "config.json")
+            file = folder / "config.json"
+            layer_shape(file) if name == "shape" else getattr(read_model_config(file), name)
         except ValueError as error:
             unclear = _unclear(error)
         assert unclear == []
     checkpoint = open_checkpoint(folder)
     assert checkpoint.layers() is not None
-    assert checkpoint.groups() >= 1
+    assert checkpoint.config.expert_groups >= 1
 
 
 def _config_policy(data: bytes, folder: Path) -> None:
@@ -394,7 +396,7 @@ def _prompts(data: bytes, folder: Path) -> None:
 
 
 def _planned_json(data: bytes, folder: Path) -> None:
-    """What `paceline plan --json` wrote, as `paceline report` reads it."""
+    """What `paceline plan --json` wrote, as `paceline loads` reads it."""
     (folder / "plan.json").write_bytes(b'{"schema": "' + PLANNER_SCHEMA.encode() + b'", ' + data)
     planned_result(str(folder / "plan.json"))
 

@@ -16,11 +16,11 @@ from paceline.analysis.cost import (
     device_seconds,
     exchange_seconds,
     layer_cost,
+    layer_shape,
     padded_rows,
 )
 from paceline.analysis.expert_map import ExpertMap
 from paceline.analysis.hardware import PRESETS, Hardware, hardware_of, save_hardware
-from paceline.analysis.model_config import expert_groups, hidden_layers, layer_shape
 from paceline.analysis.published import (
     distances,
     paper_figures,
@@ -28,6 +28,7 @@ from paceline.analysis.published import (
     paper_unrecorded,
     skewed_loads,
 )
+from paceline.model_config import read_model_config
 
 PLAIN = Hardware("plain", flops=1e12, memory=1e11, memory_size=1e9, link=1e9, network=5e8,
                  devices_per_node=2, launch=1e-5, per_expert=1e-6, exchange=2e-5,
@@ -238,10 +239,13 @@ def test_sizes_from_configs(tmp_path: Path) -> None:
     config.write_text(json.dumps(text | {"quantization_config": {"quant_method": "fp8"}}))
     assert layer_shape(tmp_path) == LayerShape(7168, 2048, 256, 8, "fp8")
     assert layer_shape(config, "bf16").precision == "bf16"
-    assert (hidden_layers(config), expert_groups(config)) == (61, 8)
+    found = read_model_config(config)
+    assert (found.hidden_layers, found.expert_groups) == (61, 8)
     config.write_text(json.dumps({"text_config": text, "hidden_size": 1}))
     assert layer_shape(config) == LayerShape(7168, 2048, 256, 8)
     for broken in ({**text, "hidden_size": "x"}, {k: v for k, v in text.items() if "tok" not in k}):
         config.write_text(json.dumps(broken))
-        with pytest.raises(ValueError, match=r"expected is a whole number|--k"):
+        with pytest.raises(
+            ValueError, match=r"must be a whole number|must state num_experts_per_tok"
+        ):
             layer_shape(config)

@@ -121,7 +121,7 @@ def test_the_command_writes_a_plan_and_maps(tmp_path: Path) -> None:
     config = {"n_group": 1, "hidden_size": 2048, "moe_intermediate_size": 1408,
               "num_hidden_layers": 28, "num_experts": 64, "num_experts_per_tok": 6}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    arguments = ["place", "sample:esft_v2lite_law", "--replicas", "8", "--json"]
+    arguments = ["plan", "sample:esft_v2lite_law", "--place-only", "--replicas", "8", "--json"]
     arguments += ["--model-config", str(tmp_path), "--maps", str(tmp_path / "maps")]
     ran = RUN.invoke(app, [*arguments, "--out", str(tmp_path / "plan.toml")])
     assert ran.exit_code == 0, ran.output
@@ -153,13 +153,14 @@ def test_the_command_writes_a_plan_and_maps(tmp_path: Path) -> None:
 def test_groups_come_from_the_config(tmp_path: Path) -> None:
     config = {"n_group": 4, "num_experts": 64, "num_experts_per_tok": 6, "num_hidden_layers": 28}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    arguments = ["place", "sample:esft_v2lite_law", "--json", "--model-config", str(tmp_path)]
+    arguments = ["plan", "sample:esft_v2lite_law", "--place-only", "--json"]
+    arguments += ["--model-config", str(tmp_path)]
     said = json.loads(RUN.invoke(app, arguments).stdout)
     assert said["groups"] == 4
     for slots in said["slots"]:
         blocks = np.array(slots).reshape(4, 16) // 16
         assert (blocks == blocks[:, :1]).all()
-    text = RUN.invoke(app, arguments[:2])
+    text = RUN.invoke(app, arguments[:3])
     assert "EPLB" in text.stdout
 
 
@@ -167,7 +168,7 @@ def test_groups_come_from_the_config(tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["sample:esft_v2lite_law", "--devices", "65"], "num_devices=65"),
-        (["sample:esft_v2lite_law", "--devices", "0"], "num_devices=0"),
+        (["sample:esft_v2lite_law", "--devices", "0"], "--devices must be at least 1"),
         (["sample:none"], "no sample"),
         (["./nowhere"], "nowhere"),
         (["sample:esft_v2lite_law", "--out", "no/where/plan.toml"], "there is no folder"),
@@ -176,7 +177,7 @@ def test_groups_come_from_the_config(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_one_sentence(arguments: list[str], said: str) -> None:
-    ran = RUN.invoke(app, ["place", *arguments])
+    ran = RUN.invoke(app, ["plan", "--place-only", *arguments])
     assert ran.exit_code == 2
     assert said in ran.stderr
     assert "Traceback" not in ran.output

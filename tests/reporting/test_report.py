@@ -1,4 +1,4 @@
-"""`paceline report`: its figures recomputed from the raw arrays, and its page in a browser."""
+"""The page of a trace: its figures recomputed from the raw arrays, and the page in a browser."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 import shutil
 import stat
 import subprocess
+import tempfile
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,10 @@ BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 def run(*arguments: str | Path) -> Any:
-    return CliRunner().invoke(app, ["report", *(str(argument) for argument in arguments)])
+    """Run `paceline loads` for a page, which goes to a temporary folder unless --html is given."""
+    with tempfile.TemporaryDirectory() as folder:
+        page = () if "--html" in arguments else ("--html", f"{folder}/page.html")
+        return CliRunner().invoke(app, ["loads", *map(str, (*arguments, *page))])
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +137,7 @@ def test_one_batch_and_counts_are_told_apart(tmp_path: Path) -> None:
     table = tmp_path / "counts.json"
     counts = raw_loads("esft_v2lite_law", range(1), 4096)[0]
     table.write_text(json.dumps({"logical_count": [counts.tolist()]}), encoding="utf-8")
-    result = run(table, "--json", "--out", tmp_path / "page.html")
+    result = run(table, "--json", "--html", tmp_path / "page.html")
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["keep"] is None
@@ -287,7 +291,7 @@ def test_the_verb_decides_as_paceline_plan_does(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     result = run(
         LAW, "--model-config", config, "--hardware", "h20", "--batch-tokens", "2048",
-        "--out", page, "--json",
+        "--html", page, "--json",
     )  # fmt: skip
     assert result.exit_code == 0, result.stderr
     assert stat.S_IMODE(page.stat().st_mode) == 0o600
@@ -351,10 +355,9 @@ def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
     pointless.write_text(json.dumps(whole, indent=2), encoding="utf-8")
     silent.write_text(json.dumps(whole | {"verdict": []}, indent=2), encoding="utf-8")
     cases: list[tuple[list[Any], str]] = [
-        ([LAW], "nothing to write"),
-        ([LAW, "--out", tmp_path / "no" / "page.html"], "there is no folder"),
+        ([LAW, "--html", tmp_path / "no" / "page.html"], "there is no folder"),
         ([LAW, "--hardware", "h20", "--json"], "needs --model-config"),
-        ([LAW, "--devices", "0", "--json"], "--devices 0 is not allowed"),
+        ([LAW, "--devices", "0", "--json"], "--devices must be at least 1"),
         ([LAW, "--devices", "65", "--json"], "65"),
         (["sample:none", "--json"], "there is no sample"),
         ([broken, "--json"], "cut off or broken"),
@@ -389,7 +392,7 @@ def test_choices_without_weights_are_capped_by_order(tmp_path: Path) -> None:
     path = tmp_path / "ids.npz"
     np.savez(path, topk_ids=ids.astype(np.uint8), num_experts=16)
     page = tmp_path / "page.html"
-    result = run(path, "--devices", "4", "--batch-tokens", "128", "--json", "--out", page)
+    result = run(path, "--devices", "4", "--batch-tokens", "128", "--json", "--html", page)
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["keep"] == "first"
@@ -421,7 +424,7 @@ def test_everything_is_judged_on_the_other_trace(tmp_path: Path) -> None:
     ran = run(LAW, "--judge", other, "--batch-tokens", "1024", "--json")
     assert ran.exit_code == 0, ran.stderr
     found = json.loads(ran.stdout)
-    place = ["place", LAW, "--judge", other, "--batch-tokens", "1024", "--json"]
+    place = ["plan", LAW, "--place-only", "--judge", other, "--batch-tokens", "1024", "--json"]
     placed = json.loads(CliRunner().invoke(app, [*place, "--out", str(plan)]).stdout)
     ways = placed["other_trace"]["ways"]
     for name, way in (("in order", "in_order"), ("placed", "search")):
@@ -437,7 +440,7 @@ def test_everything_is_judged_on_the_other_trace(tmp_path: Path) -> None:
     assert [x["expert_loads"] for x in found["loads"]["layers"]] == loads.tolist()
     assert (found["judge"], found["judged_on"]) == (other, "another trace")
     # the plan's placement on the other trace, and the way to its file
-    ran = run(LAW, "--judge", other, "--batch-tokens", "1024", "--plan", plan, "--out", page)
+    ran = run(LAW, "--judge", other, "--batch-tokens", "1024", "--plan", plan, "--html", page)
     assert ran.exit_code == 0, ran.stderr
     text = page.read_text(encoding="utf-8")
     assert 'href="../it%20is.toml"' in text

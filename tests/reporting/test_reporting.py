@@ -12,7 +12,7 @@ from paceline.files import to_json, write_text
 from paceline.reporting.figures import relative
 from paceline.reporting.load_map import load_map
 from paceline.reporting.pages import render
-from paceline.reporting.quality_figures import FLOOR, scatter
+from paceline.reporting.quality_figures import FLOOR, decode_words, scatter
 from paceline.reporting.style import load_colours
 from paceline.system_info import system_info
 from paceline.text import percent, signed_percent, times
@@ -143,3 +143,23 @@ def test_pages_escape_what_users_name() -> None:
     page = render("loads.html.j2", {"peaks": figure}, title=evil, results=result, plots=["peaks"])
     assert "<script>alert" not in page
     assert "Content-Security-Policy" in page
+
+
+def test_words_name_the_deepest_cut_within_half_a_percent() -> None:
+    point = {"batch": 4, "stand_ins": True, "placed": False, "read_before": 3.0}
+    points = [
+        {**point, "max_active": 3, "read": 2.9, "change": 0.001},
+        {**point, "max_active": 2, "read": 2.0, "change": 0.004},
+        {**point, "max_active": 1, "read": 1.0, "change": 0.02},
+        {**point, "max_active": 2, "read": 2.0, "change": 0.009, "stand_ins": False},
+    ]
+    (sentence,) = decode_words({"experts_a_device": 4, "points": points})
+    assert "max_active=2" in sentence
+    assert "2.00 of its 4 experts, not 3.00 (33% fewer)" in sentence
+    assert "+0.40% perplexity with stand-ins, +0.90% without" in sentence
+    assert decode_words({"experts_a_device": 4, "points": points[2:3]}) == []
+    placed = {**point, "max_active": 2, "read": 2.0, "read_before": 2.8, "change": 0.002}
+    points.append({**placed, "placed": True})
+    (sentence,) = decode_words({"experts_a_device": 4, "points": points})
+    assert "not 3.00 (33% fewer), for +0.20% perplexity with stand-ins and the experts" in sentence
+    assert sentence.endswith("placed, +0.90% with neither.")

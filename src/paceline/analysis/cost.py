@@ -12,12 +12,14 @@ decode.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from paceline.analysis.expert_map import ExpertMap, Loads, load_table
 from paceline.analysis.hardware import BYTES, Hardware
+from paceline.model_config import read_model_config
 
 STAGES = ("gate", "shared", "dispatch", "experts", "combine")
 
@@ -91,6 +93,31 @@ class LayerShape:
     def combine_width(self) -> float:
         """Bytes of a value in a combine."""
         return BYTES["fp32"] if self.precision == "fp32" else BYTES["bf16"]
+
+
+def layer_shape(path: Path, precision: str | None = None) -> LayerShape:
+    """Read the sizes of a model's MoE layers from its config.json, or from its folder.
+
+    Args:
+        path: of either.
+        precision: of the weights; None: what the config states, else bf16.
+
+    Raises:
+        ValueError: if the config cannot be read or lacks a size.
+
+    >>> from paceline.shipped import MODEL_FOLDER
+    >>> layer_shape(MODEL_FOLDER).experts
+    32
+    """
+    config = read_model_config(path)
+    return LayerShape(
+        hidden=config.require("hidden_size"),
+        expert_size=config.require("expert_size"),
+        experts=config.require("experts"),
+        k=config.require("experts_per_token"),
+        precision=precision or config.precision,
+        shared=config.shared_size,
+    )
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ PRESETS = {
 
 
 def hardware_of(name: str) -> Hardware:
-    """A preset, or what a file from `paceline calibrate-hardware` says.
+    """A preset, or what a file from `paceline bench hardware` says.
 
     Raises:
         ValueError: if there is neither, or the file holds no hardware.
@@ -164,7 +164,7 @@ def hardware_of(name: str) -> Hardware:
     if not path.is_file():
         raise ValueError(
             f"hardware {name!r} is not allowed: it is one of {', '.join(PRESETS)}, or a file from "
-            "paceline calibrate-hardware."
+            "paceline bench hardware."
         )
     try:
         said: Any = json.loads(read_plain(path, MOST_SETTINGS).decode("utf-8"))["hardware"]

@@ -47,8 +47,8 @@ def verdict(result: Mapping[str, Any]) -> tuple[str, list[str]]:
         more = (1 + replicas["gain"]) / (1 + gain) - 1
         lines.append(
             f"Replicas would gain {more:+.1%} over the placement alone, for "
-            f"{replicas['replica_gb_a_device']:.2f} GB of each device (paceline place --replicas "
-            "writes their map)."
+            f"{replicas['replica_gb_a_device']:.2f} GB of each device (paceline plan "
+            "--place-only --replicas writes their map)."
         )
     lines.append("Times are the cost model's, not measured.")
     if "cap" in decision:
@@ -131,7 +131,7 @@ def _active_said(part: Mapping[str, Any], result: Mapping[str, Any], decision: s
     if all(lost(point) > most for point in points):
         lines.append(
             f"Each loses more than the {most:.1%} that a cap may: allow more (--max-mass-loss) if "
-            "quality with stand-ins (paceline calibrate, compensate=true) bears it."
+            "quality with stand-ins (paceline tune, compensate=true) bears it."
         )
     return lines
 

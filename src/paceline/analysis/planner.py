@@ -200,7 +200,7 @@ def _check(trace: Trace, goal: Goal) -> None:
     if not trace.header.per_token:
         raise ValueError(
             f"{trace.where} holds {trace.header.content}, not what each token chose: a plan needs "
-            "that (paceline place doesn't)."
+            "that (paceline plan --place-only doesn't)."
         )
     for layer in trace.header.layers:
         if layer.experts != goal.shape.experts or layer.k not in (None, goal.shape.k):

@@ -8,6 +8,7 @@ from typing import Any
 from paceline.text import percent, times
 
 LITTLE = 0.05  # an average wait below this is hardly worth a cap
+REPEATED = 0.05  # a share of repeated rows that is worth a sentence
 
 
 def verdict(result: Mapping[str, Any]) -> list[str]:
@@ -89,3 +90,44 @@ def _never_applied(result: Mapping[str, Any]) -> str:
         f"The policy capped nothing: its cap applies from a mean of {least:g} tokens an expert on "
         f"(min_expert_load), and a batch here gives {given:.3g}."
     )
+
+
+def trace_verdict(result: Mapping[str, Any]) -> list[str]:
+    """Return sentences on a result of `trace_loads`: the wait, the ceiling, and what they mean."""
+    overall = result["overall"]
+    lines = [
+        f"An average device waits {percent(overall['straggler_loss'], 0)} of the experts' time for "
+        f"the busiest of {result['devices']} (sum over batches and layers of the busiest device's "
+        f"rows {times(overall['device_peak_to_mean'])} the mean); perfectly balanced, the expert "
+        f"part would be at most {times(overall['perfect_balance_speedup'])} as fast.",
+    ]
+    if result["batches"] == 1:
+        lines.append(
+            "It is one batch: batches are less even than their sum, so smaller ones wait longer."
+        )
+    elif result["batches_are"] in ("request", "sample"):
+        lines.append(
+            f"A batch here is a {result['batches_are']}, which no layer computes alone: "
+            "--batch-tokens cuts the tokens into batches as you run them."
+        )
+    return lines + _repeats(result.get("rows"))
+
+
+def _repeats(rows: Mapping[str, Any] | None) -> list[str]:
+    """Say which rows repeat, and the balance without them."""
+    if rows is None or rows["repeated_share"] < REPEATED:
+        return []
+    lines = []
+    for name, share, what in (
+        ("commonest", rows["commonest_share"], "are one and the same row in every layer"),
+        ("repeats", rows["repeated_share"], "repeat an earlier row in every layer"),
+    ):
+        without = rows.get(f"without_{name}")
+        if share < REPEATED or without is None:
+            continue
+        peak = times(without["device_peak_to_mean"])
+        lines.append(
+            f"{percent(share, 0)} of the tokens {what}: a dummy row of the engine, or a prompt "
+            f"that requests share; without them the busiest device has {peak} the mean."
+        )
+    return lines

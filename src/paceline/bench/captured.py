@@ -1,4 +1,4 @@
-"""What every MoE layer of a model gets and chooses on real tokens, without a cap."""
+"""Inputs and routing of every MoE layer of a model on real tokens, without a cap."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Captured:
         name: of the layer.
         router: its router.
         experts: its experts.
-        hidden: what the experts were given, [tokens, hidden].
+        hidden: input of the experts, [tokens, hidden].
         inputs: the model's choice, with all scores where the router's rule is known, the request
             of each token (its row of the batch) and the device that it lives on.
     """

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.bench.spread import shuffled
+from paceline.bench.timing import turns
 from paceline.placement import ExpertPlacement
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -28,7 +28,7 @@ _TIMED = 2  # devices; of many equal ones the slowest is whichever the machine i
 
 @dataclass(frozen=True)
 class DeviceWork:
-    """What one emulated device computes, one row per assignment.
+    """Work of one emulated device, one row per assignment.
 
     Attributes:
         hidden: input of each assignment, [rows, hidden].
@@ -48,7 +48,7 @@ class DeviceWork:
         return self.token.shape[0]
 
     def run(self, experts: Experts) -> tuple[Tensor, float]:
-        """What the experts give for these rows, [rows, hidden], and the seconds they took."""
+        """Run the experts on these rows: their output, [rows, hidden], and seconds."""
         if not self.rows:
             return self.hidden, 0.0
         start = time.thread_time()
@@ -59,7 +59,7 @@ class DeviceWork:
 def split_by_device(
     hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, placement: ExpertPlacement
 ) -> list[DeviceWork]:
-    """Deal the assignments of a layer to its devices; ids outside [0, E) are nobody's.
+    """Split the assignments of a layer among its devices; ids outside [0, E) are left out.
 
     Args:
         hidden: [tokens, hidden].
@@ -89,7 +89,7 @@ def split_by_device(
 
 
 def slowest_device(experts: Experts, work: Sequence[DeviceWork], repeats: int = 1) -> float:
-    """Seconds of the slower of the two devices with most rows, the fastest of so many runs each.
+    """Time the two devices with most rows: seconds of the slower one, each at its fastest.
 
     >>> slowest_device(lambda hidden, ids, weights: hidden, [])
     0.0
@@ -108,14 +108,14 @@ def time_in_turn(
     repeats: int = 1,
     spread: Mapping[str, Callable[[], object]] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of the slowest device under several policies, in an order of each round's own.
+    """Time the slowest device under several policies, in another order every round.
 
     Args:
         experts: of one layer.
         work: policy -> [devices].
         rounds: each runs every policy.
         repeats: runs of a device in a round, the fastest of which counts.
-        spread: policy -> further work, of which every device does an equal share.
+        spread: policy -> further work, divided equally among the devices.
 
     Returns:
         policy -> [rounds].
@@ -134,9 +134,8 @@ def time_in_turn(
             slowest_device(experts, devices)
             if name in further:
                 further[name]()
-        for turn in range(rounds):
-            for name in shuffled(list(work), turn):
-                seconds[name].append(seconds_of(name))
+        for name, _ in turns(work, rounds, warm_up=0):
+            seconds[name].append(seconds_of(name))
     return seconds
 
 
@@ -148,7 +147,7 @@ def _seconds(run: Callable[[], object]) -> float:
 
 @dataclass(frozen=True)
 class Played:
-    """One forward of one layer, every device's part of it.
+    """One forward of one layer, device by device.
 
     Attributes:
         seconds: of each device, [devices].
@@ -162,12 +161,12 @@ class Played:
 def play(
     experts: Experts, hidden: Tensor, ids: Tensor, weights: Tensor, placement: ExpertPlacement
 ) -> tuple[Tensor, Played]:
-    """Run a layer's experts device by device, each timed, and add up what they give.
+    """Run a layer's experts device by device, each timed, and add up their outputs.
 
     Args:
         experts: of the layer.
         hidden: [..., hidden].
-        ids: [tokens, slots] integer; ids outside [0, E) are nobody's.
+        ids: [tokens, slots] integer; ids outside [0, E) are left out.
         weights: [tokens, slots].
         placement: expert -> device.
 

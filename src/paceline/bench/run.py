@@ -1,4 +1,4 @@
-"""Assemble a benchmark: machine, workload, measurement, and the result as JSON-able values."""
+"""Assemble a benchmark: machine, workload, measurement, and its results."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 
 from paceline.batches import check_length
-from paceline.bench import model as whole_model
+from paceline.bench import layer_timing, model_timing
+from paceline.bench.comparison import parse_policies, placement_of, placements_of, policy_of
 from paceline.bench.emulated import CLOCK
-from paceline.bench.layer import emulate_layer
-from paceline.bench.layer import summary as layer_summary
-from paceline.bench.machine import prepare_machine
-from paceline.bench.planned import placement_of, placements_of, policy_of
-from paceline.bench.trace import trace_workload
+from paceline.bench.layer_timing import LayerRow
+from paceline.bench.model_timing import ModelRow
+from paceline.bench.timing import prepare_machine
 from paceline.bench.workload import (
-    SHAPES,
     Shape,
     Workload,
     build_experts,
     model_workload,
-    parse_policies,
     skewed_workload,
+    trace_workload,
 )
 from paceline.numbers import check_count
 from paceline.placement import describe_placements
@@ -38,13 +37,48 @@ Progress = Callable[[], None]
 EMULATED, RANKS = "emulated devices", "ranks"
 
 
+class Devices(BaseModel):
+    """Devices of a benchmark, and the clock that times them."""
+
+    kind: str
+    count: int
+    placement: str
+    batch: str
+    clock: str
+    expert_to_device: list[int] | None = None
+    sends: str | None = None
+
+
+class Results(BaseModel):
+    """Results of `paceline bench`; the first policy is none, which the others are compared with."""
+
+    kind: str
+    version: int
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    timing: dict[str, Any]
+    devices: Devices
+    workload: dict[str, Any]
+    plan_policies: list[str]
+    policies: list[LayerRow] | list[ModelRow]
+    placement_file: str | None = None
+    plan_file: str | None = None
+    created: str | None = None
+    command: str | None = None
+    seconds: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the results as JSON-able values."""
+        return self.model_dump(exclude_unset=True)
+
+
 def under_torchrun() -> bool:
-    """Whether this process is one of torchrun's ranks."""
+    """Return True in a process that torchrun started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def _start() -> tuple[int, int, dict[str, Any]]:
-    """Rank, number of ranks, and what was done to the machine."""
+    """Join the ranks: rank, number of ranks, and the changes to the machine."""
     rank, local = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     machine = prepare_machine(local, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -53,25 +87,6 @@ def _start() -> tuple[int, int, dict[str, Any]]:
 
         join()
     return rank, ranks, machine
-
-
-def named_shape(name: str) -> Shape:
-    """One of `SHAPES`, or five numbers: hidden,intermediate,experts,k,devices.
-
-    Raises:
-        ValueError: if it is neither.
-    """
-    if name in SHAPES:
-        return SHAPES[name]
-    parts = name.split(",")
-    if len(parts) == 5 and all(part.strip().isdigit() and int(part) > 0 for part in parts):
-        hidden, intermediate, experts, k, devices = map(int, parts)
-        if k <= experts and devices <= experts:
-            return Shape(name, hidden, intermediate, experts, k, devices)
-    raise ValueError(
-        f"shape {name!r} is not allowed: it is one of {', '.join(SHAPES)}, or "
-        "hidden,intermediate,experts,k,devices with k and devices at most experts."
-    )
 
 
 def bench_layer(
@@ -89,7 +104,7 @@ def bench_layer(
     model_name: str = "",
     text_ids: torch.Tensor | None = None,
     progress: Progress = lambda: None,
-) -> dict[str, Any]:
+) -> Results:
     """Time one MoE layer, on this process's emulated devices or, under torchrun, on its ranks.
 
     Args:
@@ -99,10 +114,10 @@ def bench_layer(
         rounds: of measurement.
         plan: the layer's placement, else as many devices as the shape names, and one more policy.
         peak_to_mean: of the synthetic routing.
-        shares_batch: whether all devices hold the same tokens.
+        shares_batch: True if all devices hold the same tokens.
         trace: recorded routing instead of synthetic.
         layer: of the trace or model.
-        model: whose layer is run with its own weights and routing on `text_ids` [batch, length].
+        model: to take a layer of, with its own weights and routing on `text_ids` [batch, length].
         model_name: for the report.
         progress: called after each policy of each round.
 
@@ -110,7 +125,7 @@ def bench_layer(
         ValueError: if these don't fit together.
     """
     if (model is None) == (shape is None) or (model is not None and text_ids is None):
-        raise ValueError("shape or model with text_ids is needed: give one of the two.")
+        raise ValueError("either shape, or model with text_ids, must be given.")
     check_count("tokens", tokens)
     check_count("rounds", rounds)
     check_count("layer", layer, 0)
@@ -141,30 +156,29 @@ def bench_layer(
         experts = build_experts(shape, placement.sizes[rank] if real else shape.experts, seed=rank)
     load = loads[0]
     if real:
-        from paceline.bench.ranks import time_layer
+        from paceline.bench.layer_on_ranks import time_layer
 
         measured = time_layer(
             load, experts, placement, chosen, rounds, shares_batch=shares_batch, progress=progress
         )
     else:
-        measured = emulate_layer(loads, experts, placement, chosen, rounds, progress)
-    return {
-        "kind": "paceline bench layer",
-        "version": 1,
+        measured = layer_timing.emulate_layer(loads, experts, placement, chosen, rounds, progress)
+    sends = "over gloo or nccl" if real else "nothing, so network time is not in these figures"
+    return Results(
+        kind="paceline bench layer",
+        version=1,
         **system_info(),
-        "timing": machine,
-        "devices": {
-            "kind": RANKS if real else EMULATED,
-            "count": count,
-            "placement": describe_placements([placement]),
-            "expert_to_device": list(placement.expert_to_device),
-            "batch": "shared" if shares_batch else "own",
-            "sends": "over gloo or nccl"
-            if real
-            else "nothing, so network time is not in these figures",
-            "clock": "wall" if real else CLOCK,
-        },
-        "workload": {
+        timing=machine,
+        devices=Devices(
+            kind=RANKS if real else EMULATED,
+            count=count,
+            placement=describe_placements([placement]),
+            expert_to_device=list(placement.expert_to_device),
+            batch="shared" if shares_batch else "own",
+            sends=sends,
+            clock="wall" if real else CLOCK,
+        ),
+        workload={
             "label": load.label,
             "routing": load.origin,
             "tokens_a_device": load.hidden.shape[0],
@@ -172,28 +186,24 @@ def bench_layer(
             "rounds": rounds,
             "shape": asdict(load.shape),
         },
-        "plan_policies": list(map(str, plan.policies)),
-        "policies": layer_summary(measured),
-    }
+        plan_policies=list(map(str, plan.policies)),
+        policies=layer_timing.summary(measured),
+    )
 
 
 def _split(load: Workload, parts: int) -> list[Workload]:
-    """A layer's tokens dealt to devices in order, with their routing."""
+    """Split a layer's tokens among devices in order, with their routing."""
     inputs = load.gate(load.hidden)
     router = load.gate
     bounds = [len(load.hidden) * i // parts for i in range(parts + 1)]
     split = []
     for start, end in pairwise(bounds):
         rows = slice(start, end)
-        own = RoutingInputs(
-            topk_ids=inputs.topk_ids[rows],
-            topk_weights=inputs.topk_weights[rows],
-            scores=None if inputs.scores is None else inputs.scores[rows],
-            valid=None if inputs.valid is None else inputs.valid[rows],
-            token_request=None if inputs.token_request is None else inputs.token_request[rows],
-            num_experts=inputs.num_experts,
-            layer=inputs.layer,
-        )
+        facts = ("topk_ids", "topk_weights", "scores", "valid", "token_request")
+        cut: dict[str, Any] = {
+            f: None if (x := getattr(inputs, f)) is None else x[rows] for f in facts
+        }
+        own = RoutingInputs(**cut, num_experts=inputs.num_experts, layer=inputs.layer)
 
         def gate(hidden: torch.Tensor, own: Any = own) -> Any:
             router(hidden)
@@ -213,7 +223,7 @@ def bench_model(
     rounds: int,
     plan: Plan | None = None,
     progress: Progress = lambda: None,
-) -> dict[str, Any]:
+) -> Results:
     """Time a whole model: prefill and decode under every policy.
 
     Args:
@@ -223,8 +233,8 @@ def bench_model(
         policies: short forms, compared with no cap.
         new_tokens: generated for each prompt.
         rounds: of measurement.
-        plan: placements, one for all layers or one a layer, else 8 emulated devices or the ranks of
-            torchrun; and one more policy, or one a layer.
+        plan: placements, one for all layers or one per layer, else 8 emulated devices or the ranks
+            of torchrun; and one more policy, or one per layer.
         progress: called after each policy of each round.
     """
     from paceline.engines.transformers import attach
@@ -246,26 +256,27 @@ def bench_model(
         from paceline.engines.transformers.expert_parallel import place_experts
 
         place_experts(model, placements)
-        served = whole_model.serve_on_ranks(model, prompt, chosen, new_tokens, rounds, progress)
+        served = model_timing.serve_on_ranks(model, prompt, chosen, new_tokens, rounds, progress)
         sequences = prompt.shape[0] * ranks
     else:
-        served = whole_model.serve_emulated(
+        served = model_timing.serve_emulated(
             model, prompt, chosen, placements, new_tokens, rounds, progress
         )
         sequences = prompt.shape[0]
-    return {
-        "kind": "paceline bench model",
-        "version": 1,
+    rows = model_timing.summary(served, sequences * prompt.shape[1], new_tokens, sequences)
+    return Results(
+        kind="paceline bench model",
+        version=1,
         **system_info(),
-        "timing": machine,
-        "devices": {
-            "kind": RANKS if real else EMULATED,
-            "count": max(placement.num_devices for placement in placements),
-            "placement": describe_placements(placements),
-            "batch": "own",
-            "clock": "wall" if real else CLOCK,
-        },
-        "workload": {
+        timing=machine,
+        devices=Devices(
+            kind=RANKS if real else EMULATED,
+            count=max(placement.num_devices for placement in placements),
+            placement=describe_placements(placements),
+            batch="own",
+            clock="wall" if real else CLOCK,
+        ),
+        workload={
             "label": model_name,
             "sequences": sequences,
             "prompt_tokens": prompt.shape[1],
@@ -273,6 +284,6 @@ def bench_model(
             "rounds": rounds,
             "parameters": parameters,
         },
-        "plan_policies": list(map(str, plan.policies)),
-        "policies": whole_model.summary(served, sequences * prompt.shape[1], new_tokens, sequences),
-    }
+        plan_policies=list(map(str, plan.policies)),
+        policies=rows,
+    )

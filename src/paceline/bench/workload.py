@@ -1,9 +1,10 @@
-"""What a layer benchmark runs: experts of some shape, tokens, and a router that skews loads."""
+"""Workloads of a layer benchmark: experts, tokens, and synthetic, recorded or real routing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 from paceline.bench.captured import capture
 from paceline.numbers import check_count
 from paceline.placement import ExpertPlacement
-from paceline.policy import CapacityPolicy
 from paceline.routing import RoutingInputs
+from paceline.traces import Asked, open_trace
+from paceline.traces.chunk import joined
 
 
 @dataclass(frozen=True)
@@ -42,19 +44,39 @@ SHAPES = {
 }
 """Published sizes of one layer each; "small" and "tiny" are for a quick look."""
 
+
+def named_shape(name: str) -> Shape:
+    """Return one of `SHAPES`, or a shape of five numbers: hidden,intermediate,experts,k,devices.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    if name in SHAPES:
+        return SHAPES[name]
+    parts = name.split(",")
+    if len(parts) == 5 and all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        hidden, intermediate, experts, k, devices = map(int, parts)
+        if k <= experts and devices <= experts:
+            return Shape(name, hidden, intermediate, experts, k, devices)
+    raise ValueError(
+        f"shape must be one of {', '.join(SHAPES)}, or hidden,intermediate,experts,k,devices with "
+        f"k and devices at most experts, got {name!r}."
+    )
+
+
 Gate = Callable[[Tensor], RoutingInputs]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One MoE layer and what goes through it.
+    """One MoE layer and the tokens that go through it.
 
     Attributes:
         label: for the report.
         hidden: [tokens, hidden] of one device.
         gate: hidden -> the model's own choice.
         shape: sizes of the layer.
-        origin: where the routing comes from.
+        origin: of the routing, in words.
     """
 
     label: str
@@ -65,13 +87,7 @@ class Workload:
 
 
 def build_experts(shape: Shape, count: int, seed: int = 0) -> nn.Module:
-    """`count` random experts as Transformers runs them (stacked weights, grouped matmul).
-
-    Args:
-        shape: sizes of an expert.
-        count: experts that this process holds.
-        seed: of the weights.
-    """
+    """Build `count` random experts as Transformers runs them (stacked weights, grouped matmul)."""
     from transformers.models.olmoe.configuration_olmoe import OlmoeConfig
     from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
 
@@ -93,21 +109,18 @@ def build_experts(shape: Shape, count: int, seed: int = 0) -> nn.Module:
     return module
 
 
-def softmax_gate(weight: Tensor, bias: Tensor, k: int, renormalise: bool = False) -> Gate:
-    """Softmax, then top-k, as OLMoE and Mixtral do it.
+def softmax_gate(weight: Tensor, bias: Tensor, k: int) -> Gate:
+    """Build a gate of softmax, then top-k, as OLMoE has it.
 
     Args:
         weight: [experts, hidden].
         bias: [experts] that skews the loads.
-        k: experts a token.
-        renormalise: whether the weights of a token sum to 1.
+        k: experts per token.
     """
 
     def gate(hidden: Tensor) -> RoutingInputs:
         scores = torch.softmax(nn.functional.linear(hidden, weight, bias), dim=-1)
         weights, ids = torch.topk(scores, k, dim=-1)
-        if renormalise:
-            weights = weights / weights.sum(-1, keepdim=True)
         return RoutingInputs(topk_ids=ids, topk_weights=weights, scores=scores)
 
     return gate
@@ -116,24 +129,24 @@ def softmax_gate(weight: Tensor, bias: Tensor, k: int, renormalise: bool = False
 def skewed_workload(
     shape: Shape, tokens: int, peak_to_mean: float, placement: ExpertPlacement, seed: int = 0
 ) -> Workload:
-    """Random tokens whose busiest device gets `peak_to_mean` times the mean load.
+    """Draw random tokens whose busiest device gets `peak_to_mean` times the mean load.
 
-    Experts differ in popularity by a random amount each, and those of the device with most of them
-    are more popular by what makes its rows right, found by bisection.
+    Experts differ in popularity by a random amount each, and those of the device that hosts most
+    are more popular by the amount that makes its rows right, found by bisection.
 
     Args:
         shape: sizes of the layer.
         tokens: on one device.
         peak_to_mean: of the devices, at least 1.
         placement: of the experts.
-        seed: of tokens, router and, with another stream, popularity.
+        seed: of the tokens; the router is the same for all seeds.
 
     Raises:
         ValueError: if no router reaches `peak_to_mean` on this placement.
     """
     check_count("tokens", tokens)
     if not peak_to_mean >= 1:
-        raise ValueError(f"peak_to_mean={peak_to_mean} is not allowed: it is at least 1.")
+        raise ValueError(f"peak_to_mean must be at least 1, got {peak_to_mean}.")
     drawn = torch.Generator().manual_seed(seed)
     hidden = torch.randn((tokens, shape.hidden), generator=drawn)
     common = torch.Generator().manual_seed(1_000_003)  # the router is the same on every rank
@@ -152,7 +165,7 @@ def skewed_workload(
     if reached(high) < peak_to_mean:
         raise ValueError(
             f"peak_to_mean={peak_to_mean} is not possible with {shape.k} of {shape.experts} "
-            f"experts a token and {placement.sizes[busiest]} experts on device {busiest}: "
+            f"experts per token and {placement.sizes[busiest]} experts on device {busiest}: "
             f"at most {reached(high):.2f}."
         )
     for _ in range(40):
@@ -168,7 +181,7 @@ def skewed_workload(
 
 
 def model_workload(model: Any, ids: Tensor, layer: int, name: str) -> tuple[Workload, nn.Module]:
-    """One layer of a model on real text: its own experts, router and inputs.
+    """Take one layer of a model on real text: its own experts, router and inputs.
 
     Args:
         model: in eval mode.
@@ -181,7 +194,7 @@ def model_workload(model: Any, ids: Tensor, layer: int, name: str) -> tuple[Work
     """
     layers = capture(model, ids)
     if not 0 <= layer < len(layers):
-        raise ValueError(f"layer {layer} is not allowed: the model has {len(layers)} MoE layers.")
+        raise ValueError(f"layer must be one of the {len(layers)} MoE layers, got {layer}.")
     router, experts, hidden = layers[layer].router, layers[layer].experts, layers[layer].hidden
     given = replace(layers[layer].inputs, token_source=None)
 
@@ -199,63 +212,74 @@ def model_workload(model: Any, ids: Tensor, layer: int, name: str) -> tuple[Work
     return Workload(origin, hidden, gate, shape, origin), experts
 
 
-Compared = CapacityPolicy | Sequence[CapacityPolicy] | None
-"""A policy of a benchmark: one for all layers, one a layer, or None for no cap."""
+def trace_workload(path: Path, shape: Shape, layer: int, tokens: int, offset: int = 0) -> Workload:
+    """Take routing recorded from a model: a trace, or a file of another program (docs/traces.md).
 
-
-def parse_policies(
-    texts: Sequence[str],
-    shares_batch: bool,
-    any_load: bool = True,
-    planned: Compared = None,
-) -> dict[str, Any]:
-    """Label -> policy, or one a layer; "none", no cap, always comes first, "plan" last.
-
-    Where devices have a batch each and no pool is named, it is "source".
+    Rows without experts are padding. All batches are taken as one row after the other.
 
     Args:
-        texts: short forms of policies.
-        shares_batch: whether all devices hold the same tokens.
-        any_load: cap however small a batch is, unless min_expert_load is named.
-        planned: of a plan, compared under the label "plan".
+        path: of the file or folder, or "sample:NAME".
+        shape: sizes of the experts to run; experts and k must be those of the trace.
+        layer: of the trace, by index.
+        tokens: how many rows, padding included, repeated where the trace has fewer.
+        offset: row to start at, so that devices differ.
 
     Raises:
-        ValueError: on a bad policy, or one that can't be in this layout.
+        ValueError: if the file is no such trace or doesn't fit the shape.
     """
-    policies: dict[str, Any] = {"none": None}
-    for text in texts:
-        if text != "none":
-            policy = CapacityPolicy.parse(text)
-            policies[text] = _compared(policy, text, shares_batch, any_load)
-    if isinstance(planned, CapacityPolicy):
-        policies["plan"] = _compared(planned, "plan", shares_batch, any_load)
-    elif planned is not None:
-        # a layer that a plan doesn't cap is meant: only all of them would compare nothing
-        caps = [policy for policy in planned if policy.caps] or list(planned)
-        checked = [_compared(policy, "plan", shares_batch, any_load) for policy in caps]
-        replaced = dict(zip(caps, checked, strict=True))
-        each = [replaced.get(policy, policy) for policy in planned]
-        policies["plan"] = each[0] if len(each) == 1 else each
-    return policies
+    recorded = _recorded(path, shape, layer)
+    rows = (torch.arange(tokens) + offset) % len(recorded.topk_ids)
+    chosen = recorded.topk_ids[rows].long()
+    kept = chosen < shape.experts
+    scores = recorded.topk_weights if recorded.topk_scores is None else recorded.topk_scores
+
+    def some(fact: Tensor | None) -> Tensor | None:
+        return None if fact is None else fact[rows]
+
+    given = replace(
+        recorded,
+        topk_ids=chosen,
+        topk_weights=recorded.topk_weights[rows].float().masked_fill(~kept, 0),
+        topk_scores=scores[rows].float().masked_fill(~kept, 0),
+        valid=some(recorded.valid),
+        token_request=some(recorded.token_request),
+        # the benchmark itself decides where tokens live, and has no phases
+        scores=None, token_source=None, token_priority=None, token_decode=None, layer=layer,
+    )  # fmt: skip
+    weight = torch.zeros((shape.experts, shape.hidden))
+    compute = softmax_gate(weight, torch.zeros(shape.experts), shape.k)
+
+    def gate(hidden: Tensor) -> RoutingInputs:
+        compute(hidden)  # costs what a gate costs; the choice is the recorded one
+        return given
+
+    return Workload(
+        label=f"{shape.name}, {path.name} layer {layer}",
+        hidden=torch.randn((tokens, shape.hidden), generator=torch.Generator().manual_seed(0)),
+        gate=gate,
+        shape=shape,
+        origin=f"recorded routing, {path.name}, layer {layer}",
+    )
 
 
-def _compared(
-    policy: CapacityPolicy, text: str, shares_batch: bool, any_load: bool
-) -> CapacityPolicy:
-    """A policy as a benchmark means it."""
-    if policy.compensate:
-        raise ValueError(f"policy {text!r}: compensate is not timed here: leave it out.")
-    if policy.keep == "contribution":
-        raise ValueError(f"policy {text!r}: keep=contribution needs a calibration, none is here.")
-    if not policy.caps or policy.mode != "enforce":
-        raise ValueError(f'policy {text!r} caps nothing: use "none" for the layer without a cap.')
-    if any_load and policy.min_expert_load == "auto" and policy.max_active is None:
-        policy = policy.replace(min_expert_load=0)
-    if not shares_batch and "pool" not in policy.model_fields_set:
-        policy = policy.replace(pool="source")
-    if shares_batch and (policy.pool == "source" or policy.expand == "own_device"):
+def _recorded(path: Path, shape: Shape, layer: int) -> RoutingInputs:
+    """Read the whole routing of one layer."""
+    trace = open_trace(path, Asked(experts=shape.experts, k=shape.k))
+    header = trace.header
+    if not header.per_token:
+        raise ValueError(f"trace {path} holds {header.content}, not what each token chose.")
+    if layer >= len(header.layers):
         raise ValueError(
-            f"policy {text!r} needs tokens that live on a device: with a shared batch they live on "
-            'all; allowed is pool="batch" without expand="own_device".'
+            f"layer must be below {len(header.layers)}, the layers of trace {path}, got {layer}."
         )
-    return policy
+    own = header.layers[layer]
+    if (own.experts, own.k) != (shape.experts, shape.k):
+        raise ValueError(
+            f"trace {path} has {own.experts} experts and k={own.k}: shape {shape.name} has "
+            f"{shape.experts} and k={shape.k}."
+        )
+    narrow = trace.narrowed([layer])
+    whole = joined(list(narrow.chunks))
+    if whole.weights is None:
+        raise ValueError(f"trace {path} holds no weights, which the experts' outputs need.")
+    return whole.inputs_of_rows(narrow.header, 0, 0, whole.tokens)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from paceline.checkpoint.expert_tensors import ExpertLayer, Shapes, find_expert_layers
-from paceline.config_file import find, groups_of, read_config
+from paceline.model_config import ModelConfig, read_model_config
 from paceline.text import shortened
 
 
@@ -26,7 +25,7 @@ class Checkpoint:
     """
 
     folder: Path
-    config: Mapping[str, Any]
+    config: ModelConfig
     shards: Mapping[str, tuple[str, ...]]
     shapes: Shapes
 
@@ -36,11 +35,7 @@ class Checkpoint:
         Raises:
             ValueError: as `find_expert_layers` does.
         """
-        return find_expert_layers(self.shapes, _hidden_layers(self.config))
-
-    def groups(self) -> int:
-        """Expert groups of a group-limited router, 1 where it has none."""
-        return groups_of(self.config)
+        return find_expert_layers(self.shapes, self.config.hidden_layers)
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -53,7 +48,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     >>> open_checkpoint(MODEL_FOLDER).layers()[0].num_experts
     32
     """
-    config = read_config(folder / "config.json")
+    config = read_model_config(folder / "config.json")
     shards: dict[str, tuple[str, ...]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -73,8 +68,3 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     if not shards:
         raise ValueError(f"{folder} has no .safetensors files: weights in other forms are refused.")
     return Checkpoint(folder, config, shards, shapes)
-
-
-def _hidden_layers(config: Mapping[str, Any]) -> int | None:
-    found = find(config, "num_hidden_layers", "n_layers", "num_layers")
-    return found if isinstance(found, int) else None

@@ -149,7 +149,7 @@ def reorder(
 def _orders(checkpoint: Checkpoint, maps: Sequence[ExpertMap]) -> dict[str, tuple[Tensor, Kind]]:
     """Tensor name -> (old expert of every place, how it follows), where the order changes."""
     _check_config(checkpoint)
-    layers, groups = checkpoint.layers(), checkpoint.groups()
+    layers, groups = checkpoint.layers(), checkpoint.config.expert_groups
     if len(maps) not in (1, len(layers)):
         raise ValueError(
             f"the plan places the experts of {len(maps)} layers, the checkpoint has {len(layers)} "
@@ -195,7 +195,7 @@ def _check_config(checkpoint: Checkpoint) -> None:
             f"{checkpoint.folder} was reordered before ({ORDER_FILE} is there): a plan is for the "
             "original."
         )
-    if _EXPERT_NUMBER.search(json.dumps(checkpoint.config)):
+    if _EXPERT_NUMBER.search(json.dumps(checkpoint.config.fields)):
         raise ValueError(
             f"{checkpoint.folder / 'config.json'} names single experts (in its quantisation "
             "settings): such a checkpoint can't be reordered."

@@ -1,42 +1,46 @@
-"""`paceline bench`: time a layer or a model, emulated or under torchrun."""
+"""`paceline bench`: time a layer, a model, or this machine, emulated or under torchrun."""
 
 from __future__ import annotations
 
 import os
-import shlex
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.decided import PlacementFile, PlanFile, decided, most_devices, named
-from paceline.cli.errors import check_writable, guarded
-from paceline.cli.model_options import AsJson
+from paceline.cli import options
+from paceline.cli.output import (
+    check_at_least,
+    check_writable,
+    command_line,
+    console,
+    emit,
+    guarded,
+    print_lines,
+    progress,
+    table,
+)
+from paceline.cli.sources import DEVICES, load, plan_files, plan_from_options, quiet, read_texts
+
+if TYPE_CHECKING:
+    from paceline.bench.run import Results
 
 bench = typer.Typer(
     name="bench",
-    help="Time a MoE layer or a model under several policies, beside the bound of the loads.",
+    help="Time a MoE layer, a model or this machine's experts.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 
 _LAYER_POLICIES = ["capacity_factor=2.0", "capacity_factor=1.5", "capacity_factor=1.0"]
 _MODEL_POLICIES = ["capacity_factor=1.5", "capacity_factor=1.0"]
-Policies = Annotated[
-    list[str] | None,
-    typer.Option("--policy", "-p", help="A policy to compare with no cap; may be repeated."),
-]
-Rounds = Annotated[int, typer.Option(min=1, help="Each round runs every policy once.")]
-Out = Annotated[Path | None, typer.Option(help="Write the results as JSON.")]
-Plot = Annotated[Path | None, typer.Option(help="Write a plot as an HTML page.")]
-Devices = Annotated[
-    int | None, typer.Option(min=1, help="Emulated devices (under torchrun: the ranks count).")
-]
+_QUIET = 0.03  # relative difference of two runs of one case on a quiet machine
+Rounds = Annotated[int, typer.Option(min=1, help="Rounds; each runs every case once.")]
+Out = Annotated[Path | None, typer.Option(help="File (JSON) to write.")]
 
 
 @bench.command("layer")
@@ -52,24 +56,26 @@ def bench_layer_verb(
     model: Annotated[
         str | None, typer.Option(help="Instead of a shape: a model folder, or demo.")
     ] = None,
-    text: Annotated[list[str] | None, typer.Option(help="Text to run through --model.")] = None,
+    text: options.Text = None,
     trace: Annotated[
         Path | None, typer.Option(help="Recorded routing: a trace of any known format.")
     ] = None,
     layer: Annotated[int, typer.Option(min=0, help="Layer of the model or trace.")] = 0,
-    policy: Policies = None,
+    policy: options.Policies = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each device.")] = 512,
     peak_to_mean: Annotated[
         float, typer.Option(help="Load of the busiest device, for a synthetic routing.")
     ] = 2.0,
-    devices: Devices = None,
-    placement: PlacementFile = None,
-    plan: PlanFile = None,
-    batch: Annotated[str, typer.Option(help="own: a batch a device; shared: one for all.")] = "own",
+    devices: options.Devices = None,
+    placement: options.PlacementFile = None,
+    plan: options.PlanFile = None,
+    batch: Annotated[
+        str, typer.Option(help="own: a batch per device; shared: one for all.")
+    ] = "own",
     rounds: Rounds = 5,
     out: Out = None,
-    plot: Plot = None,
-    as_json: AsJson = False,
+    html: options.Html = None,
+    json: options.AsJson = False,
 ) -> None:
     """Time one MoE layer: gate, route, dispatch, experts and combine.
 
@@ -82,20 +88,21 @@ def bench_layer_verb(
       paceline bench layer --model demo --text prose --layer 2 --devices 8
       torchrun --nproc-per-node 2 -m paceline bench layer --shape small --peak-to-mean 1.5
     """
-    from paceline.bench.run import bench_layer, named_shape
+    from paceline.bench.run import bench_layer
+    from paceline.bench.workload import named_shape
 
     if batch not in ("own", "shared"):
-        raise ValueError(f"--batch {batch} is not allowed: it is own or shared.")
+        raise ValueError(f"--batch must be own or shared, got {batch}.")
     if model is not None and trace is not None:
         raise ValueError("--model and --trace both name a routing: give one of them.")
     if text and model is None:
         raise ValueError("--text needs --model, which it runs through.")
-    check_writable(out, plot)
-    chosen = decided(devices, placement, plan)
+    check_writable(out, html)
+    chosen = plan_from_options(devices, placement, plan)
     loaded = ids = None
     if model is not None:
         ranks = int(os.environ.get("WORLD_SIZE", 0))
-        loaded, ids = _model_and_text(model, text, tokens * (ranks or most_devices(chosen)))
+        loaded, ids = _model_and_text(model, text, tokens * (ranks or _most_devices(chosen)))
     policies = policy or ([] if chosen.policies else _LAYER_POLICIES)
     with _ticking(rounds * (len(policies) + 1 + bool(chosen.policies))) as tick:
         results = bench_layer(
@@ -113,7 +120,7 @@ def bench_layer_verb(
             text_ids=ids,
             progress=tick,
         )
-    _finish(results | named(placement, plan), out, plot, as_json)
+    _finish(results.model_copy(update=plan_files(placement, plan)), out, html, json)
 
 
 @bench.command("model")
@@ -126,18 +133,18 @@ def bench_model_verb(
             "random:hidden,intermediate,experts,k,layers."
         ),
     ] = "demo",
-    text: Annotated[list[str] | None, typer.Option(help="Text of the prompts.")] = None,
-    policy: Policies = None,
+    text: options.Text = None,
+    policy: options.Policies = None,
     sequences: Annotated[int, typer.Option(min=1, help="Prompts of each rank.")] = 8,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 256,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated for a prompt.")] = 16,
-    devices: Devices = None,
-    placement: PlacementFile = None,
-    plan: PlanFile = None,
+    devices: options.Devices = None,
+    placement: options.PlacementFile = None,
+    plan: options.PlanFile = None,
     rounds: Rounds = 5,
     out: Out = None,
-    plot: Plot = None,
-    as_json: AsJson = False,
+    html: options.Html = None,
+    json: options.AsJson = False,
 ) -> None:
     """Time a whole model: time to first token, tokens a second.
 
@@ -149,14 +156,13 @@ def bench_model_verb(
     import torch
 
     from paceline.bench.run import bench_model
-    from paceline.cli.models import quiet
 
     quiet()
-    check_writable(out, plot)
-    chosen = decided(devices, placement, plan)
+    check_writable(out, html)
+    chosen = plan_from_options(devices, placement, plan)
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if model.split(":")[0] == "random":
-        from paceline.bench.random_model import random_model_named
+        from paceline.bench.model_timing import random_model_named
 
         loaded = random_model_named(model)
         size = loaded.config.vocab_size
@@ -183,7 +189,7 @@ def bench_model_verb(
             plan=chosen,
             progress=tick,
         )
-    _finish(results | named(placement, plan), out, plot, as_json)
+    _finish(results.model_copy(update=plan_files(placement, plan)), out, html, json)
 
 
 def _model_and_text(
@@ -191,8 +197,6 @@ def _model_and_text(
 ) -> tuple[Any, Any]:
     """A model, and [sequences, length] token ids of a text, repeated where it is too short."""
     import torch
-
-    from paceline.cli.models import load, read_texts
 
     loaded, tokenizer = load(model)
     texts = read_texts(text or [], model)
@@ -202,35 +206,102 @@ def _model_and_text(
     return loaded, torch.tensor(ids).view(-1, length)
 
 
+def _most_devices(plan: Any) -> int:
+    counts = [p if isinstance(p, int) else p.num_devices for p in plan.placements]
+    return max(counts, default=DEVICES)
+
+
 @contextmanager
 def _ticking(total: int) -> Iterator[Callable[[], None]]:
-    """Progress of the rounds, told by rank 0; yields what to call after each step."""
-    from paceline.cli.progress import progress
-
+    """Show progress on rank 0; yield a function to call after each step."""
     with progress(quiet=os.environ.get("RANK", "0") != "0") as tell:
         steps = count(1)
         yield lambda: tell(next(steps), total, "timing")
 
 
-def _finish(results: dict[str, Any], out: Path | None, plot: Path | None, as_json: bool) -> None:
-    """Show a table, and write what was asked for; rank 0 alone."""
+def _finish(results: Results, out: Path | None, html: Path | None, as_json: bool) -> None:
+    """Print a table and write the files, on rank 0 alone."""
     if os.environ.get("RANK", "0") != "0":
         return
-    from paceline.bench.console import show
+    from paceline.bench.show import bench_page, show
     from paceline.files import to_json, write_text
 
-    results |= {
-        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["paceline", *sys.argv[1:]]),
-        "seconds": None,
-    }
-    if as_json:
-        typer.echo(to_json(results), nl=False)
-    else:
-        show(results)
+    results.created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    results.command = command_line()
+    results.seconds = None
+    emit(results, as_json, show)
     if out is not None:
-        write_text(out, to_json(results), private=False)
-    if plot is not None:
-        from paceline.bench.page import bench_page
+        write_text(out, to_json(results.to_dict()), private=False)
+    if html is not None:
+        write_text(html, bench_page(results), private=False)
 
-        write_text(plot, bench_page(results), private=False)
+
+@bench.command("hardware")
+@guarded
+def bench_hardware_verb(
+    out: Out = None,
+    link: options.Link = None,
+    rounds: Rounds = 7,
+    threads: Annotated[int, typer.Option(help="Threads on a CPU: those of one device.")] = 1,
+    json: options.AsJson = False,
+) -> None:
+    """Fit the cost model of paceline plan to this machine, and judge it on shapes it hasn't seen.
+
+    Times the experts of layers of several sizes, from one row per expert to hundreds: one to two
+    minutes on a CPU. The link between devices is not measured: --link says it. Without such a file
+    paceline plan uses presets, made from published figures.
+
+    \b
+    Examples:
+      paceline bench hardware --out here.json
+      paceline plan trace --model-config model --hardware here.json
+    """
+    check_at_least(1, threads=threads)
+    if link is not None and not link > 0:
+        raise ValueError(f"--link must be above 0, got {link}.")
+    check_writable(out)
+
+    from paceline.bench.hardware import fit_this_machine
+
+    with progress() as tell:
+        result = fit_this_machine(out, None if link is None else link * 1e9, rounds, threads, tell)
+    emit(result, json, lambda found: _show_fit(found, out))
+
+
+def _show_fit(result: Mapping[str, Any], out: Path | None) -> None:
+    hardware = result["hardware"]
+    print_lines([
+        f"{hardware['flops'] / 1e9:.0f} GFLOP/s in large products, "
+        f"{hardware['memory'] / 1e9:.1f} GB/s of weights, {hardware['per_expert'] * 1e6:.0f} us "
+        "per expert."
+    ])  # fmt: skip
+    shown = table(
+        "Layers that took no part in the fit",
+        "hidden x size", "rows per expert", "measured ms", "model's error",
+    )  # fmt: skip
+    for case in result["held_out"]:
+        shown.add_row(
+            f"{case['hidden']} x {case['expert_size']}",
+            f"{sum(case['rows']) / len(case['rows']):.1f}",
+            f"{case['seconds'] * 1e3:.2f}",
+            f"{case['error']:+.0%}",
+        )
+    console().print(shown)
+    lines = [
+        f"{result['held_out_within_15_percent']} of {len(result['held_out'])} of them within 15%, "
+        f"the worst off by {result['held_out_worst']:.0%}; of {result['decode_cases']} decode "
+        "cases (few rows per expert, weights dominate) "
+        f"{result['decode_within_15_percent']}."
+    ]
+    if result["each_size_left_out"]:
+        lines.append(
+            "Of the others, each size left out of the fit in turn: "
+            f"{result['each_size_left_out_within_15_percent']} of {result['each_size_left_out']} "
+            f"within 15%, the worst off by {result['each_size_left_out_worst']:.0%}."
+        )
+    lines.append(f"The fastest two runs of a case differ by {result['unrest']:.0%}.")
+    if result["unrest"] > _QUIET:
+        lines.append("The machine was not quiet: the fit can't be better than its timings.")
+    if out is None:
+        lines.append("Not written: --out FILE writes it.")
+    print_lines(lines, [out])

@@ -1,35 +1,42 @@
-"""`paceline eval`: what caps cost in quality, on your texts and on tasks."""
+"""`paceline eval`: what policies cost in quality, on your texts and on tasks."""
 
 from __future__ import annotations
 
 import os
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli import model_options
-from paceline.cli.decided import Devices, PlanFile, decided, on_devices
-from paceline.cli.errors import guarded
+from paceline.cli import options
+from paceline.cli.output import (
+    check_at_least,
+    check_folder,
+    command_line,
+    emit,
+    guarded,
+    progress,
+)
+from paceline.cli.sources import load, plan_from_options, read_texts, with_devices
+from paceline.shipped import DEMO
 
 if TYPE_CHECKING:
+    from paceline.evaluation.sweep import Axes
     from paceline.evaluation.tasks import Chosen
     from paceline.plan import Plan
+
+COMPOSITIONS = ("one_text", "mixed", "solo")
 
 
 @guarded
 def evaluate(
-    model: model_options.ModelName,
-    policy: Annotated[
-        list[str] | None,
-        typer.Option(help="What to judge, like capacity_factor=1.25; may be repeated."),
-    ] = None,
-    plan: PlanFile = None,
-    calibration: model_options.CalibrationFolder = None,
-    devices: Devices = None,
-    text: model_options.Text = None,
+    model: options.Model,
+    policy: options.Policies = None,
+    plan: options.PlanFile = None,
+    placement: options.PlacementFile = None,
+    calibration: options.CalibrationFolder = None,
+    devices: options.Devices = None,
+    text: options.Text = None,
     tasks: Annotated[
         list[str] | None,
         typer.Option(help="Task of lm-evaluation-harness; may be repeated, or several by comma."),
@@ -43,29 +50,57 @@ def evaluate(
         typer.Option(help="Folder with tasks of your own (YAML), as lm_eval's --include_path."),
     ] = None,
     num_fewshot: Annotated[
-        int | None, typer.Option(help="Examples in the prompt; else as each task says.")
+        int | None, typer.Option(help="Examples in the prompt. Default: as each task says.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="At most so many samples of a task.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Samples per task, at most.")] = None,
+    grid: Annotated[
+        bool, typer.Option("--grid", help="Try caps of every size and kind on texts.")
+    ] = False,
+    factors: Annotated[
+        str | None,
+        typer.Option(help="With --grid: capacity factors by comma; 0: one assignment per unit."),
+    ] = None,
+    units: Annotated[
+        str | None, typer.Option(help="With --grid: device, expert, by comma. Default: both.")
+    ] = None,
+    keeps: Annotated[
+        str | None,
+        typer.Option(help="With --grid: a policy's keep, by comma. Default: score,random."),
+    ] = None,
+    expands: Annotated[
+        str | None,
+        typer.Option(
+            help="With --grid: none, own_device, visited_devices, all, by comma. Default: "
+            "none,own_device."
+        ),
+    ] = None,
     compositions: Annotated[
-        str,
-        typer.Option(help="Ways to batch, by comma: one_text, mixed, solo (every sample alone)."),
-    ] = "one_text,mixed,solo",
-    tokens: model_options.Tokens = 16384,
-    batch_size: Annotated[int, typer.Option(help="Sequences, or prompts, a batch.")] = 16,
-    sequence_length: model_options.SequenceLength = 256,
+        str | None,
+        typer.Option(
+            help="Ways to batch, by comma: one_text, mixed, solo (every sample alone). Default: "
+            "all; with --grid one_text."
+        ),
+    ] = None,
+    tokens: options.Tokens = 16384,
+    batch_size: options.BatchSize = 16,
+    sequence_length: options.SequenceLength = 256,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for eval.json, eval.md and what a killed run goes on from."),
+        typer.Option(help="Folder for results, and for what a killed run goes on from."),
     ] = None,
-    dtype: model_options.DType = model_options.DTypeName.auto,
-    trust_remote_code: model_options.TrustRemoteCode = False,
-    json: model_options.AsJson = False,
+    dtype: options.DType = options.DTypeName.auto,
+    trust_remote_code: options.TrustRemoteCode = False,
+    json: options.AsJson = False,
 ) -> None:
-    """Judge policies by texts and tasks: against no policy, on the same samples, in one run.
+    """Judge policies by texts and tasks against no policy, on the same samples, in one run.
 
     Perplexity and next tokens on texts, scores and answers on tasks, each with paired differences
     and standard errors, beside what is dropped and how busy the busiest device is. The same samples
-    are batched in several ways, as what a cap drops depends on who shares a batch.
+    are batched in several ways, since what a cap drops depends on who shares a batch.
+
+    --grid tries caps of every size and kind on texts instead, with --calibration also each with
+    stand-ins. It marks the caps that no other beats both in quality and in the load of the busiest
+    device, and writes sweep.json and sweep.html.
 
     \b
     Examples:
@@ -74,91 +109,146 @@ def evaluate(
       paceline eval demo --policy capacity_factor=1,compensate=true --calibration demo
       paceline eval ./my-moe --text a.txt --text b.txt --plan plan.toml --out judged
       paceline eval allenai/OLMoE-1B-7B-0924-Instruct --suite paper --out olmoe
+      paceline eval demo --grid --calibration demo --factors 1.5,1,0.75,0.5 --out swept
     """
-    wanted = _tasks(tasks or [], suite)
-    ways = tuple(dict.fromkeys(filter(None, compositions.split(","))))
-    chosen, policies = _decided(policy or [], plan, devices, suite)
-    _check(limit, num_fewshot, batch_size, out, ways)
-
-    from paceline.cli.models import load, read_texts
-
-    texts = read_texts(text or [], model) if text or not wanted else {}
+    check_folder(out)
+    check_at_least(1, limit=limit, batch_size=batch_size)
+    check_at_least(0, num_fewshot=num_fewshot)
+    places = with_devices(plan_from_options(devices, placement, plan))
+    names = _task_names(tasks or [], suite)
+    axes, ways = None, _ways(compositions, grid)
+    if grid:
+        _refuse_with_grid(places, policy=policy, tasks=tasks, suite=suite)
+        axes = _axes(factors, units, keeps, expands, calibration is not None)
+    else:
+        _refuse_without_grid(factors=factors, units=units, keeps=keeps, expands=expands)
+    policies = [] if grid else _policies(policy or [], places, suite)
 
     from paceline.batches import Sampling
-    from paceline.cli.progress import progress
     from paceline.evaluation.run import Job
-    from paceline.evaluation.run import evaluate as run
+    from paceline.evaluation.run import evaluate as judge
     from paceline.evaluation.subject import Subject
-    from paceline.evaluation.tables import markdown
-    from paceline.files import to_json, write_text
+    from paceline.evaluation.sweep import sweep
     from paceline.stand_ins.file import Calibration
 
     sampling = Sampling(tokens, batch_size, sequence_length)
+    texts = read_texts(text or [], model) if text or not names else {}
     fitted = None if calibration is None else Calibration.load(calibration)
-    loaded = _loaded(wanted, model, include_path or [], num_fewshot) if wanted else None
+    loaded = _load_tasks(names, model, include_path or [], num_fewshot) if names else None
     network, tokenizer = load(model, dtype.value, trust_remote_code)
-    subject = Subject.of(network, tokenizer, policies, chosen, fitted)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
     with progress() as tell:
-        job = Job(texts, sampling, ways, loaded, limit, batch_size)
-        result = run(subject, job, out=out, progress=tell)
-    result |= {"model": model, "command": shlex.join(["paceline", *sys.argv[1:]])}
-    if out is not None:
-        write_text(out / "eval.json", to_json(result), private=True)
-        write_text(out / "eval.md", markdown(result), private=True)
-    if found := result["batches"]["found"]:
-        typer.echo(f"{found} batches had been computed before", err=True)
-    typer.echo(to_json(result) if json else markdown(result), nl=False)
+        if axes is not None:
+            result = sweep(
+                network, tokenizer, texts, axes=[axes], plan=places, calibration=fitted,
+                sampling=sampling, composition=ways[0], out=out, progress=tell,
+            )  # fmt: skip
+        else:
+            subject = Subject.of(network, tokenizer, policies, places, fitted)
+            job = Job(texts, sampling, ways, loaded, limit, batch_size)
+            result = judge(subject, job, out=out, progress=tell)
+    result |= {"model": model, "command": command_line()}
+    shown = _write_grid(result, out) if grid else _write(result, out)
+    emit(result, json, lambda _: typer.echo(shown, nl=False))
 
 
-def _tasks(tasks: list[str], suite: str | None) -> dict[str, int | None]:
-    """Names of tasks -> examples in the prompt, where the suite says."""
+# -- options ---------------------------------------------------------------------------------------
+
+
+def _task_names(tasks: list[str], suite: str | None) -> dict[str, int | None]:
+    """Return tasks by name -> examples in the prompt, where the suite fixes them."""
     from paceline.evaluation.suite import SUITES
 
     if suite is not None and suite not in SUITES:
-        raise ValueError(f"--suite {suite}: allowed is {', '.join(SUITES)}.")
+        raise ValueError(f"--suite must be {', '.join(SUITES)}, got {suite}.")
     named = [name.strip() for each in tasks for name in each.split(",") if name.strip()]
     return {**(SUITES[suite] if suite else {}), **dict.fromkeys(named)}
 
 
-def _decided(
-    policies: list[str], plan: Path | None, devices: int | None, suite: str | None
-) -> tuple[Plan, list[Any]]:
-    """Where experts are, and the policies beside those of the plan."""
+def _policies(policies: list[str], plan: Plan, suite: str | None) -> list[Any]:
+    """Return the policies to judge beside those of the plan."""
     from paceline.evaluation.suite import paper_policies
     from paceline.policy import CapacityPolicy
 
-    chosen = on_devices(decided(devices, None, plan))
     read = [CapacityPolicy.parse(each) for each in policies]
-    if not read and not chosen.policies:
+    if not read and not plan.policies:
         if suite is None:
             raise ValueError("give at least one --policy, or a --plan that has one, to judge.")
         read = paper_policies()
-    return chosen, read
+    return read
 
 
-def _check(
-    limit: int | None,
-    shots: int | None,
-    batch_size: int,
-    out: Path | None,
-    ways: tuple[str, ...],
-) -> None:
-    from paceline.numbers import check_count
+def _ways(compositions: str | None, grid: bool) -> tuple[str, ...]:
+    """Return the ways to batch; a grid has one, and never every sample alone."""
+    if compositions is None:
+        return COMPOSITIONS[:1] if grid else COMPOSITIONS
+    ways = tuple(dict.fromkeys(filter(None, compositions.split(","))))
+    if grid and (len(ways) != 1 or ways[0] not in COMPOSITIONS[:2]):
+        raise ValueError(
+            f"--compositions must be one_text or mixed with --grid, got {compositions}."
+        )
+    if not ways or not set(ways) <= set(COMPOSITIONS):
+        raise ValueError(
+            f"--compositions must be among one_text, mixed and solo, got {compositions}."
+        )
+    return ways
 
-    for name, value, least in (("limit", limit, 1), ("num_fewshot", shots, 0)):
+
+def _refuse_with_grid(plan: Plan, **options: Any) -> None:
+    for name, value in options.items():
+        if value:
+            raise ValueError(f"--{name} and --grid can't be combined: a grid has its own policies.")
+    if plan.policies:
+        raise ValueError("--grid takes only placements from a plan: give it as --placement.")
+
+
+def _refuse_without_grid(**options: Any) -> None:
+    for name, value in options.items():
         if value is not None:
-            check_count(name, value, least)
-    check_count("batch_size", batch_size)
-    if out is not None and out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is a file: allowed is a folder, made if need be.")
-    if not ways or not set(ways) <= {"one_text", "mixed", "solo"}:
-        raise ValueError(f"--compositions {','.join(ways)}: allowed are one_text, mixed and solo.")
+            raise ValueError(f"--{name} needs --grid.")
 
 
-def _loaded(
-    wanted: dict[str, int | None], model: str, include: list[Path], shots: int | None
+def _axes(
+    factors: str | None, units: str | None, keeps: str | None, expands: str | None, both: bool
+) -> Axes:
+    """Return what a grid varies, checked.
+
+    Raises:
+        ValueError: if a value is not allowed.
+    """
+    from paceline.evaluation.sweep import FACTORS, Axes
+
+    axes = Axes(
+        factors=FACTORS if factors is None else tuple(map(_factor, _parts("factors", factors))),
+        units=_parts("units", units or "device,expert"),
+        keeps=_parts("keeps", keeps or "score,random"),
+        expands=tuple(
+            None if e == "none" else e for e in _parts("expands", expands or "none,own_device")
+        ),
+        compensates=(False, True) if both else (False,),
+    )
+    list(axes.policies())  # an error for a bad value comes before the model is loaded
+    return axes
+
+
+def _parts(name: str, text: str) -> tuple[str, ...]:
+    parts = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not parts:
+        raise ValueError(f"--{name} must have at least one value, got {text!r}.")
+    return parts
+
+
+def _factor(text: str) -> float:
+    try:
+        factor = float(text)
+    except ValueError:
+        raise ValueError(f"--factors must be numbers >= 0, got {text}.") from None
+    return 1e-9 if factor == 0 else factor
+
+
+def _load_tasks(
+    names: dict[str, int | None], model: str, include: list[Path], shots: int | None
 ) -> Chosen:
     from importlib.util import find_spec
 
@@ -167,8 +257,39 @@ def _loaded(
     os.environ.setdefault("TQDM_DISABLE", "1")  # no bars of the harness beside ours
     from paceline.evaluation.tasks import load_tasks
 
-    if model == "demo":
+    if model == DEMO:
         from paceline.shipped import TASK_FOLDER
 
         include = [TASK_FOLDER, *include]
-    return load_tasks(wanted, include, shots)
+    return load_tasks(names, include, shots)
+
+
+# -- results ---------------------------------------------------------------------------------------
+
+
+def _write(result: dict[str, Any], out: Path | None) -> str:
+    """Write results into a folder, and return them as Markdown."""
+    from paceline.evaluation.tables import markdown
+    from paceline.files import to_json, write_text
+
+    shown = markdown(result)
+    if out is not None:
+        write_text(out / "eval.json", to_json(result), private=True)
+        write_text(out / "eval.md", shown, private=True)
+    if found := result["batches"]["found"]:
+        typer.echo(f"{found} batches had been computed before", err=True)
+    return shown
+
+
+def _write_grid(result: dict[str, Any], out: Path | None) -> str:
+    """Write a grid's results and page into a folder, and return them as Markdown."""
+    from paceline.files import to_json, write_text
+    from paceline.reporting.pages import sweep_page
+    from paceline.reporting.sweep_table import sweep_table
+
+    shown = sweep_table(result)
+    if out is not None:
+        write_text(out / "sweep.json", to_json(result), private=True)
+        write_text(out / "sweep.md", shown, private=True)
+        write_text(out / "sweep.html", sweep_page(result), private=True)
+    return shown

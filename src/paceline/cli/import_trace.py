@@ -1,13 +1,16 @@
-"""`paceline import`: routing that another program wrote, as a trace of Paceline's own."""
+"""`paceline import`: turn routing that another program wrote into a trace of Paceline's own."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 
-from paceline.cli import trace_options as options
-from paceline.cli.errors import guarded
+from paceline.cli import options
+from paceline.cli.output import emit, guarded, progress
+from paceline.cli.sources import read_trace
+from paceline.cli.trace_loads import batches
 
 
 @guarded
@@ -25,13 +28,14 @@ def import_trace(
     model_config: options.ModelConfig = None,
     world_size: options.WorldSize = None,
     physical: options.Physical = False,
+    json: options.AsJson = False,
 ) -> None:
     """Convert routing that vLLM, SGLang, TensorRT-LLM, llama.cpp or others wrote into a trace.
 
-    Every verb that takes a trace reads such files as they are; a trace of its own is quicker to
-    read, private, and says by itself what its file had to be told.
+    Every verb that takes a trace also reads such files as they are. A trace of Paceline's own is
+    quicker to read, private, and needs none of the options that describe the file.
 
-    Several recordings are those of the ranks of one run: the tokens of ranks that saw their own
+    Several recordings are those of the ranks of one run. The tokens of ranks that saw their own
     (data parallelism) come side by side, forward by forward, as a layer computes them; ranks that
     all saw the same (tensor parallelism) count once.
 
@@ -42,12 +46,11 @@ def import_trace(
       paceline import expert_distribution_recorder_1764456001.0_0.pt --out trace
       paceline import expert_scores/law --experts 64 --k 6 --out trace
     """
-    from paceline.cli.progress import progress
     from paceline.traces import save_trace
     from paceline.traces.merge import merged
 
     ranks = [
-        options.read_trace(
+        read_trace(
             name, experts=experts, k=k, layers=layers, model_config=model_config,
             world_size=world_size, physical=physical,
         )
@@ -55,15 +58,28 @@ def import_trace(
     ]  # fmt: skip
     read = ranks[0] if len(ranks) == 1 else merged(ranks)
     with progress() as tell:
-        batches, tokens = save_trace(read, out, tell)
+        count, tokens = save_trace(read, out, tell)
     header = read.header
-    said = options.batches_said(
-        {"batches": batches, "batches_are": header.batches, "batch_tokens": None}
-    )
-    many = f", {tokens:,} tokens" if header.per_token else ""
+    result = {
+        "trace": str(out),
+        "source": header.source,
+        "content": header.content,
+        "layers": len(header.layers),
+        "experts": header.experts,
+        "batches": count,
+        "batches_are": header.batches,
+        "tokens": tokens if header.per_token else None,
+        "notes": list(header.notes),
+    }
+    emit(result, json, _show)
+
+
+def _show(result: Mapping[str, Any]) -> None:
+    tokens = "" if result["tokens"] is None else f", {result['tokens']:,} tokens"
     typer.echo(
-        f"{header.content} of {len(header.layers)} layers of {header.experts} experts, "
-        f"{said}{many}, from {header.source}, are in {out}."
+        f"{result['content']} of {result['layers']} layers of {result['experts']} experts, "
+        f"{batches(result | {'batch_tokens': None})}{tokens}, from {result['source']}, are in "
+        f"{result['trace']}."
     )
-    for note in header.notes:
+    for note in result["notes"]:
         typer.echo(f"Note: {note}.")

@@ -1,159 +1,219 @@
-"""`paceline loads`: where the stragglers of a model are, on your text."""
+"""`paceline loads`: where the stragglers of a model or of recorded traffic are."""
 
 from __future__ import annotations
 
-import shlex
-import sys
-from collections.abc import Mapping
-from datetime import datetime, timezone
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli import model_options
-from paceline.cli import trace_options as options
-from paceline.cli.decided import Devices, PlacementFile, PlanFile, decided, named
-from paceline.cli.errors import check_writable, guarded
-from paceline.cli.trace_loads import loads_of_trace
+from paceline.cli import options, trace_loads
+from paceline.cli.output import (
+    check_at_least,
+    check_writable,
+    emit,
+    guarded,
+    print_lines,
+    progress,
+    run_facts,
+    table,
+)
+from paceline.cli.output import console as terminal
+from paceline.cli.sources import load, plan_files, plan_from_options, read_texts, read_trace
+from paceline.shipped import DEMO
+
+if TYPE_CHECKING:
+    from paceline.plan import Plan
 
 
 @guarded
 def loads(
-    model: Annotated[
-        str, typer.Argument(help="Model folder, hub name, or: demo. Or a trace, or sample:NAME.")
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL|TRACE",
+            help="Model folder, hub name, or: demo. Or a trace, sample:NAME, or the JSON of "
+            "paceline plan --json.",
+        ),
     ],
-    text: model_options.Text = None,
-    devices: Devices = None,
-    placement: PlacementFile = None,
-    plan: PlanFile = None,
-    policy: Annotated[
-        str | None,
-        typer.Option(help="What to apply, like capacity_factor=1.25; none: observe only."),
-    ] = None,
+    text: options.Text = None,
+    devices: options.Devices = None,
+    policy: options.Policies = None,
+    plan: options.PlanFiles = None,
+    placement: options.PlacementFiles = None,
     shadow: Annotated[
-        bool, typer.Option("--shadow", help="Only count what the policy would drop.")
+        bool, typer.Option("--shadow", help="Of a model: only count what the policy would drop.")
     ] = False,
-    tokens: model_options.Tokens = 16384,
-    batch_size: model_options.BatchSize = 16,
-    sequence_length: model_options.SequenceLength = 256,
-    mix: model_options.Mix = False,
-    dtype: model_options.DType = model_options.DTypeName.auto,
-    trust_remote_code: model_options.TrustRemoteCode = False,
-    json: model_options.AsJson = False,
-    html: Annotated[
-        Path | None, typer.Option(help="Also write a page, readable by you only.")
+    html: options.Html = None,
+    figures: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the page's figures as SVG and PNG (needs kaleido)."),
     ] = None,
+    judge: options.Judge = None,
+    hardware: options.Hardware = None,
+    sweep: Annotated[
+        Path | None,
+        typer.Option(help="sweep.json of paceline eval --grid: what caps cost in quality."),
+    ] = None,
+    tokens: options.Tokens = 16384,
+    batch_size: options.BatchSize = 16,
+    sequence_length: options.SequenceLength = 256,
+    mix: options.Mix = False,
+    dtype: options.DType = options.DTypeName.auto,
+    trust_remote_code: options.TrustRemoteCode = False,
     batch_tokens: options.BatchTokens = None,
+    without: Annotated[
+        str | None,
+        typer.Option(help="Leave out rows of a trace: the commonest, or all repeats."),
+    ] = None,
     experts: options.Experts = None,
     k: options.K = None,
     layers: options.Layers = None,
     model_config: options.ModelConfig = None,
     world_size: options.WorldSize = None,
     physical: options.Physical = False,
+    json: options.AsJson = False,
 ) -> None:
-    """Show how uneven a model's expert loads are on your text, or those of recorded traffic.
+    """Show how uneven the expert loads of a model on your text, or of recorded traffic, are.
 
     Per layer: the busiest expert and device, how far above the mean they are, and how long an
-    average device waits; with a policy also what it drops and what remains.
+    average device waits. A model runs under --policy or --plan, and the table shows what they drop.
+    On a trace each --policy, --plan and --placement is tried on the same batches, and the table
+    shows what each drops and gains. Gains are bounds from the loads: nothing is timed, and a trace
+    can't tell what a drop does to quality.
+
+    --html writes a page that only you can read. The page of a trace has every cap behind a slider,
+    a placement that is searched on the first half of the batches and judged on the second (with
+    --judge: searched on all of the trace, judged on the other), and with --hardware and
+    --model-config the decision of paceline plan.
 
     \b
     Examples:
       paceline loads demo
       paceline loads demo --text german --policy capacity_factor=1.25
       paceline loads ./my-moe --text prompts.txt --devices 8 --html loads.html
-      paceline loads ./my-moe --text prompts.txt --placement placed.toml
-      paceline loads allenai/OLMoE-1B-7B-0924 --text a.txt --text b.txt --mix --json
-      paceline loads trace --batch-tokens 1024
+      paceline loads sample:esft_v2lite_law --batch-tokens 1024
+      paceline loads sample:esft_v2lite_law --policy capacity_factor=1.0 --policy max_active=3
+      paceline loads monday --judge friday --html page.html
       paceline loads response.json --model-config config.json
+      paceline loads plan.json --html page.html
     """
-    from paceline.policy import CapacityPolicy
     from paceline.traces import is_trace
 
-    chosen = decided(devices, placement, plan)
-    if policy is not None:
-        if chosen.policies:
-            raise ValueError(f"--policy and {plan} both name a policy: give one of them.")
-        chosen = chosen.replace(policies=(CapacityPolicy.parse(policy),))
-    if shadow:
-        if not chosen.policies:
-            raise ValueError("--shadow needs a --policy, or a plan with one, to count for.")
-        policies = tuple(each.replace(mode="shadow") for each in chosen.policies)
-        chosen = chosen.replace(policies=policies)
+    check_at_least(1, devices=devices)
     check_writable(html)
-    if not text and is_trace(model):
-        if html is not None:
-            raise ValueError(f"--html is for a model: of the trace {model} there is --json")
-        trace = options.read_trace(
-            model, experts=experts, k=k, layers=layers, model_config=model_config,
-            world_size=world_size, physical=physical,
+    policies, plans, placements = policy or [], plan or [], placement or []
+    facts: dict[str, Any] = {
+        "experts": experts, "k": k, "layers": layers, "model_config": model_config,
+        "world_size": world_size, "physical": physical,
+    }  # fmt: skip
+    if text or not is_trace(source):
+        if not text and source != DEMO and not Path(source).exists():
+            raise ValueError(
+                f"there is no trace {source}; for a model of that name give at least one --text."
+            )
+        _refuse(
+            "a trace, not a model", figures=figures, judge=judge, hardware=hardware, sweep=sweep,
+            batch_tokens=batch_tokens, without=without, **facts,
         )  # fmt: skip
-        return loads_of_trace(trace, chosen, batch_tokens, json)
-    options.refuse_for_a_model(
-        batch_tokens=batch_tokens, experts=experts, k=k, layers=layers, model_config=model_config,
-        world_size=world_size, physical=physical or None,
-    )  # fmt: skip
+        chosen = _shadowed(_one_plan(devices, policies, plans, placements), shadow)
+        from paceline.batches import Sampling
 
-    from paceline.cli.models import load, read_texts
+        sampling = Sampling(tokens, batch_size, sequence_length, mix)
+        files = plan_files(next(iter(placements), None), next(iter(plans), None))
+        result = _observed(source, text or [], chosen, sampling, dtype.value, trust_remote_code)
+        result |= files
+        if html is not None:
+            from paceline.reporting.pages import loads_page, write_page
 
-    texts = read_texts(text or [], model)
+            write_page(loads_page(result), html)
+        return emit(result, json, _show)
+    _refuse("a model, not a trace", shadow=shadow)
+    planned = trace_loads.read_planned(source)
+    if planned is not None or any(each is not None for each in (html, figures, judge, hardware,
+                                                                sweep)):  # fmt: skip
+        given = any((policies, plans, placements))
+        return trace_loads.study(
+            source, planned, facts, judge, without,
+            devices=devices, batch_tokens=batch_tokens,
+            plan=_one_plan(None, policies, plans, placements) if given else None,
+            plan_file=next(iter(plans), None), hardware=hardware, sweep=sweep, html=html,
+            figures=figures, as_json=json,
+        )  # fmt: skip
+    trace = trace_loads.without_rows(read_trace(source, **facts), without)
+    if policies or plans or len(placements) > 1:
+        cases = trace_loads.cases(policies, plans, placements, devices)
+        return trace_loads.compare(trace, cases, batch_tokens, without, json)
+    place = plan_from_options(devices, next(iter(placements), None), None)
+    trace_loads.balance(trace, place, batch_tokens, json)
+
+
+def _refuse(kind: str, **options: Any) -> None:
+    for name, value in options.items():
+        if value is not None and value is not False:
+            raise ValueError(f"--{name.replace('_', '-')} is for {kind}.")
+
+
+def _one_plan(
+    devices: int | None, policies: Sequence[str], plans: Sequence[Path], placements: Sequence[Path]
+) -> Plan:
+    """Return the only plan that options name, for a model or a page.
+
+    Raises:
+        ValueError: if they name several, or contradict each other.
+    """
+    from paceline.policy import CapacityPolicy
+
+    for name, values in (("policy", policies), ("plan", plans), ("placement", placements)):
+        if len(values) > 1:
+            raise ValueError(
+                f"--{name} must be given once for a model or a page, got {len(values)}: a table of "
+                "a trace compares several."
+            )
+    plan = next(iter(plans), None)
+    chosen = plan_from_options(devices, next(iter(placements), None), plan)
+    if not policies:
+        return chosen
+    if chosen.policies:
+        raise ValueError(f"--policy and {plan} both name a policy: give one of them.")
+    return chosen.replace(policies=(CapacityPolicy.parse(policies[0]),))
+
+
+def _shadowed(plan: Plan, shadow: bool) -> Plan:
+    if not shadow:
+        return plan
+    if not plan.policies:
+        raise ValueError("--shadow needs a --policy, or a plan with one, to count for.")
+    return plan.replace(policies=tuple(each.replace(mode="shadow") for each in plan.policies))
+
+
+def _observed(
+    model: str, text: list[str], plan: Plan, sampling: Any, dtype: Any, trust_remote_code: bool
+) -> dict[str, Any]:
+    """Run a model on texts under a plan, and return its loads."""
+    texts = read_texts(text, model)
 
     from paceline.analysis.observe import observe_loads
     from paceline.analysis.verdict import verdict
-    from paceline.batches import Sampling
-    from paceline.cli.progress import progress
-    from paceline.system_info import system_info
 
-    sampling = Sampling(tokens, batch_size, sequence_length, mix)
-    network, tokenizer = load(model, dtype.value, trust_remote_code)
+    network, tokenizer = load(model, dtype, trust_remote_code)
     with progress() as tell:
         result = observe_loads(
-            network,
-            tokenizer,
-            texts,
-            plan=chosen,
-            sampling=sampling,
-            progress=tell,
+            network, tokenizer, texts, plan=plan, sampling=sampling, progress=tell
         )
-    result |= {
-        "model": model,
-        **named(placement, plan),
-        "verdict": verdict(result),
-        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["paceline", *sys.argv[1:]]),
-        **system_info(),
-        "seconds": None,
-    }
-    if html is not None:
-        from paceline.reporting.pages import loads_page, write_page
-
-        write_page(loads_page(result), html)
-    if json:
-        from paceline.files import to_json
-
-        typer.echo(to_json(result), nl=False)
-    else:
-        _show(result)
+    return result | {"model": model, "verdict": verdict(result), **run_facts()}
 
 
 def _show(result: Mapping[str, Any]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     from paceline.text import percent, times
 
     capped = result["policy"] is not None
-    title = "Busiest expert and device of every layer; how long an average device waits"
-    table = Table(
-        title=title, title_justify="left", box=box.SIMPLE, pad_edge=False, collapse_padding=True
-    )
-    table.add_column("layer", no_wrap=True)
-    for name in ("expert", "× mean", "device", "× mean", "waits"):
-        table.add_column(name, justify="right")
-    if capped:
-        table.add_column("dropped", justify="right")
-        table.add_column("after", justify="right")
+    shown = table(
+        "Busiest expert and device of every layer; how long an average device waits",
+        "layer", "expert", "× mean", "device", "× mean", "waits",
+        *(("dropped", "after") if capped else ()),
+    )  # fmt: skip
     for layer in result["layers"]:
         row = [
             layer["name"],
@@ -165,8 +225,6 @@ def _show(result: Mapping[str, Any]) -> None:
         ]
         if capped:
             row += [percent(layer["dropped_share"]), times(layer["device_peak_to_mean_after"])]
-        table.add_row(*row)
-    console = Console(highlight=False)
-    console.print(table)
-    for line in result["verdict"]:
-        console.print(line, markup=False)
+        shown.add_row(*row)
+    terminal().print(shown)
+    print_lines(result["verdict"])

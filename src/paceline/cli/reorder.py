@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.errors import guarded
-from paceline.cli.model_options import AsJson
+from paceline.cli import options
+from paceline.cli.output import emit, guarded, progress
+from paceline.cli.sources import folder_of, quiet
 
 _CHECK_BELOW = 4 << 30  # bytes of weights, which take twice that in float32
 
 
 @guarded
 def reorder(
-    model: Annotated[str, typer.Argument(help="Model folder, hub name, or: demo.")],
-    plan: Annotated[Path, typer.Option(help="Plan file with placements, from paceline place.")],
+    model: options.Model,
+    plan: options.RequiredPlan,
     out: Annotated[Path, typer.Option(help="Folder to write, which must not exist.")],
     check: Annotated[
         bool | None,
@@ -25,10 +27,8 @@ def reorder(
             help="Run both on random tokens and compare. Default: below 4 GB of weights.",
         ),
     ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="With --check: run the model's own code.")
-    ] = False,
-    json: AsJson = False,
+    trust_remote_code: options.TrustRemoteCode = False,
+    json: options.AsJson = False,
 ) -> None:
     """Write a checkpoint again with its experts in the order of a plan's placements.
 
@@ -38,15 +38,13 @@ def reorder(
 
     \b
     Examples:
-      paceline place trace/ --devices 8 --out plan.toml
+      paceline plan trace --place-only --devices 8 --out plan.toml
       paceline reorder ./my-moe --plan plan.toml --out ./my-moe-placed
     """
     from paceline.checkpoint.compare import TOLERANCE, output_difference
     from paceline.checkpoint.folder import open_checkpoint
     from paceline.checkpoint.reorder import reorder as write
     from paceline.checkpoint.reorder import wanted_maps
-    from paceline.cli.models import folder_of, quiet
-    from paceline.cli.progress import progress
     from paceline.plan import Plan
 
     wanted = Plan.load(plan)
@@ -75,17 +73,17 @@ def reorder(
         "tensors_moved": sum(len(layer.tensors) for layer in checkpoint.layers()),
         "output_difference": compared[0] if compared else None,
     }
-    if json:
-        from paceline.files import to_json
+    emit(result, json, _show)
 
-        typer.echo(to_json(result), nl=False)
-        return
+
+def _show(result: Mapping[str, Any]) -> None:
+    out, difference = result["out"], result["output_difference"]
     typer.echo(
         f"{out}: experts of {result['layers']} layers in the planned order for "
         f"{result['devices']} devices."
     )
-    if result["output_difference"] is None:
+    if difference is None:
         typer.echo("Not compared with the original (--check does it).")
     else:
-        typer.echo(f"Its outputs differ from the original's by {result['output_difference']:.1g}.")
-    typer.echo(f"For Paceline, use its own plan: {out / 'plan.toml'}")
+        typer.echo(f"Its outputs differ from the original's by {difference:.1g}.")
+    typer.echo(f"For Paceline, use its own plan: {Path(out) / 'plan.toml'}")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.balance import percentile
-from paceline.bench.spread import ratios
+from paceline.bench.timing import ratios
 from paceline.demo.plan import BASELINE, Plan
 from paceline.demo.study import PolicyRun, balance, drops, flat, layer_tables
 from paceline.evaluation.perplexity import as_dict, change

@@ -12,8 +12,7 @@ import torch
 from paceline.batches import Batch
 from paceline.bench.captured import capture
 from paceline.bench.emulated import split_by_device, time_in_turn
-from paceline.bench.machine import keep_freed_memory
-from paceline.bench.spread import ratios
+from paceline.bench.timing import keep_freed_memory, ratios
 from paceline.demo.plan import DEVICES, Entry
 from paceline.placement import ExpertPlacement
 from paceline.routing import route

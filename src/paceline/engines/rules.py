@@ -72,7 +72,7 @@ def check_policy(policy: CapacityPolicy, layer: LayerTraits) -> None:
     for field in _calibrated_fields(policy):
         if not layer.calibrated:
             raise ValueError(
-                f"{field} needs a calibration of this model, as `paceline calibrate` makes it: "
+                f"{field} needs a calibration of this model, as `paceline tune` makes it: "
                 f"{layer.calibration_option}."
             )
     if not policy.caps:

@@ -80,7 +80,7 @@ def read_sweep(path: Path) -> dict[str, Any]:
         where = ".".join(map(str, first["loc"])) or "the file"
         raise ValueError(
             f"{path} is no sweep ({where}: {first['msg'].lower()}): it is the sweep.json of "
-            "paceline sweep --out."
+            "paceline eval --grid --out."
         ) from None
     if not swept.points:
         raise ValueError(f"{path} is no sweep: it has no points.")

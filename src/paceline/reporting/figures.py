@@ -55,7 +55,7 @@ def bars(
         patterns: of each series, to tell them apart without colour; none: plain.
         more: further fields of the layout.
     """
-    data = [
+    data: list[dict[str, Any]] = [
         {
             "type": "bar",
             "name": title,
@@ -66,8 +66,8 @@ def bars(
         }
         for (title, values), colour in zip(series.items(), colours, strict=True)
     ]
-    for bar, shape in zip(data, patterns, strict=False):
-        bar["marker"] = {**bar["marker"], "pattern": {"shape": shape, "fillmode": "overlay"}}  # type: ignore[dict-item]
+    for bar, pattern in zip(data, patterns, strict=False):
+        bar["marker"] |= {"pattern": {"shape": pattern, "fillmode": "overlay"}}
     shape = {
         "barmode": "group",
         "bargap": 0.25,

@@ -1,4 +1,4 @@
-"""The figures of `paceline report`, as Plotly dictionaries, as Plotly objects, and as files."""
+"""The figures of a trace's page, as Plotly dictionaries, as Plotly objects, and as files."""
 
 from __future__ import annotations
 

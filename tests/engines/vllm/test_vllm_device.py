@@ -16,8 +16,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, route
-from paceline.engines.vllm.device import DeviceCap
-from paceline.engines.vllm.policies import never_binding
+from paceline.engines.rules import LayerTraits, never_binding
+from paceline.engines.vllm.accelerator import DeviceCap
 
 MOST = 40
 
@@ -102,7 +102,7 @@ def test_what_never_binds_drops_nothing_whatever_is_chosen(
         ids = torch.tensor([*first, *others][:k]).expand(tokens, k).clone()
         inputs = RoutingInputs(ids, torch.ones(tokens, k))
         dropped += int(route(inputs, policy, placement).dropped)
-    assert never_binding(policy, placement, k)(tokens) == (dropped == 0)
+    assert never_binding(policy, LayerTraits("", k, placement))(tokens) == (dropped == 0)
 
 
 def test_a_traced_graph_follows_a_changed_policy() -> None:
@@ -132,7 +132,7 @@ def test_a_traced_graph_follows_a_changed_policy() -> None:
         {},
     ):
         policy = start.replace(**changes)
-        cap.follow(policy)
+        cap.set_policy(policy)
         for mask in (valid, *(torch.arange(rows) < real for real in (12, 11, 0))):
             inputs = RoutingInputs(
                 topk_ids=ids.clone(), topk_weights=weights.clone(), scores=scores, valid=mask
@@ -142,7 +142,7 @@ def test_a_traced_graph_follows_a_changed_policy() -> None:
             kept = want.kept if policy.caps and policy.mode == "enforce" else offered
             got = graph(weights.clone(), ids.clone(), mask)
             assert torch.equal(got, torch.where(offered & ~kept, -1, ids))
-    cap.follow(None)
+    cap.set_policy(None)
     assert torch.equal(graph(weights.clone(), ids.clone(), valid), ids)
 
 
@@ -177,4 +177,4 @@ def test_what_a_graph_cannot_follow_is_refused(changes: dict[str, Any], said: st
     start = CapacityPolicy(capacity_factor=1.0)
     cap = DeviceCap(start, ExpertPlacement.contiguous(8, 4), 2, 64, "cpu")
     with pytest.raises(ValueError, match=said):
-        cap.follow(start.replace(**changes))
+        cap.set_policy(start.replace(**changes))

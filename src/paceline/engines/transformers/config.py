@@ -1,4 +1,4 @@
-"""Keep a policy in a model's config: it survives saving and loading, and switches nothing on."""
+"""A policy in a model's config: it survives saving and loading, and switches nothing on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def save_policy(model: nn.Module, policy: CapacityPolicy | None) -> None:
 
 
 def load_policy(model: nn.Module) -> CapacityPolicy | None:
-    """The policy kept in `model.config`, None where there is none. It is not attached.
+    """Return the policy kept in `model.config`, None if there is none. It is not attached.
 
     Raises:
         ValueError: if it is of another version, or not a policy.
@@ -38,7 +38,7 @@ def load_policy(model: nn.Module) -> CapacityPolicy | None:
     if not isinstance(kept, dict) or kept.get("version") != _VERSION:
         version = kept.get("version") if isinstance(kept, dict) else kept
         raise ValueError(
-            f"{CONFIG_KEY} of version {version!r} in the config: allowed is {_VERSION}."
+            f"the version of {CONFIG_KEY} in the config must be {_VERSION}, got {version!r}."
         )
     return CapacityPolicy.from_json(json.dumps({k: v for k, v in kept.items() if k != "version"}))
 

@@ -1,4 +1,4 @@
-"""The handle that `attach` returns: policies, statistics, watching, and the way back."""
+"""The handle that `attach` returns: policies, statistics, watching, and `detach`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from paceline.engines.rules import check_policy
-from paceline.engines.transformers.checks import known_modalities
+from paceline.engines.rules import ALL_MODALITIES, check_policy
 from paceline.engines.transformers.config import load_policy
 from paceline.engines.transformers.layers.layer import AttachedLayer, ReplacedExperts
-from paceline.engines.transformers.state import Running, Watcher
+from paceline.engines.transformers.state import AttachedState, Watcher
 from paceline.engines.transformers.tokens.context import ForwardContext
+from paceline.engines.transformers.tokens.modality import known_modalities
 from paceline.facts import NO_FACTS, Facts
 from paceline.numbers import check_count
 from paceline.placement import ExpertPlacement
@@ -65,9 +65,9 @@ class Pace:
     """A policy attached to a model. Use it as a context manager, or `detach` it."""
 
     def __init__(
-        self, layers: list[AttachedLayer], running: Running, undo: ExitStack, model: nn.Module
+        self, layers: list[AttachedLayer], state: AttachedState, undo: ExitStack, model: nn.Module
     ):
-        self._layers, self._running, self._undo, self._model = layers, running, undo, model
+        self._layers, self._state, self._undo, self._model = layers, state, undo, model
         self._attached, self._warned = True, False
 
     # -- policies ---------------------------------------------------------------------------------
@@ -76,11 +76,11 @@ class Pace:
     def policy(self) -> CapacityPolicy:
         """The policy in force, of the first layer where they differ; set another at any time.
 
-        One policy for all layers, its short form, None, or a sequence with one a layer. A forward
+        One policy for all layers, its short form, None, or a sequence with one per layer. A forward
         keeps the policies that were in force when it began.
 
         Raises:
-            ValueError: if a layer can't follow the new policy; the old one stays then.
+            ValueError: if a layer can't run the new policy; the old one stays then.
         """
         return self.policies[0]
 
@@ -92,19 +92,21 @@ class Pace:
 
     @property
     def policies(self) -> tuple[CapacityPolicy, ...]:
-        """The policies in force, one a layer."""
-        return tuple(rule.policy for rule in self._running.rules)
+        """The policies in force, one per layer."""
+        return tuple(rule.policy for rule in self._state.rules)
 
     def set_policies(self, policies: Sequence[CapacityPolicy]) -> None:
-        """Put policies in force, one a layer; see `policy`."""
-        with self._running.changing:
+        """Put policies in force, one per layer; see `policy`."""
+        with self._state.changing:
             self._change_policies(policies)
 
     def _change_policies(self, policies: Sequence[CapacityPolicy]) -> None:
         pairs = list(zip(self._layers, policies, strict=True))
         pairs = [(layer, layer.applicable(policy)) for layer, policy in pairs]
         self._layers[0].agree("policy", [str(policy) for _, policy in pairs])
-        modalities = known_modalities(self._model, self._running.labels)
+        modalities = ALL_MODALITIES
+        if self._state.labels.modality is None:
+            modalities = known_modalities(self._model)
         for layer, policy in pairs:
             check_policy(policy, layer.traits(modalities))
         rules = [layer.rule(policy) for layer, policy in pairs]
@@ -112,22 +114,22 @@ class Pace:
             on_cpu = layer.modules.device.type == "cpu"
             layer.loads.min_expert_load = rule.min_expert_load[on_cpu] if rule.routes else None
         self._warned = False
-        self._watch_routers([rule.needs_scores for rule in rules])
-        self._running.follow(rules)
+        self._observe_routers([rule.needs_scores for rule in rules])
+        self._state.set_rules(rules)
 
-    def _watch_routers(self, wanted: Sequence[bool]) -> None:
-        """Before every forward, see that what routers say is kept where somebody needs it.
+    def _observe_routers(self, scored: Sequence[bool]) -> None:
+        """Have routers observed, before every forward, where a policy or a watcher needs scores.
 
-        A router once watched stays so until `detach`: a running forward may still need it.
+        A router once observed stays so until `detach`: a running forward may still need it.
         """
-        everybody = self._running.watched_facts.scores
-        self._running.before_forward = tuple(
-            layer.router_watch.ensure
-            for layer, scored in zip(self._layers, wanted, strict=True)
-            if (layer.scoring.rule is not None and (scored or everybody)) or not layer.ran_block
+        everywhere = self._state.watched_facts.scores
+        self._state.before_forward = tuple(
+            layer.router.ensure
+            for layer, needed in zip(self._layers, scored, strict=True)
+            if (layer.scoring.rule is not None and (needed or everywhere)) or not layer.ran_block
         )
-        for ensure_heard in self._running.before_forward:
-            ensure_heard()
+        for ensure_observed in self._state.before_forward:
+            ensure_observed()
 
     # -- what is known of the layers --------------------------------------------------------------
 
@@ -138,7 +140,7 @@ class Pace:
 
     @property
     def placements(self) -> tuple[ExpertPlacement | None, ...]:
-        """The experts' devices, a layer each."""
+        """The experts' devices, one placement per layer."""
         return tuple(layer.placement for layer in self._layers)
 
     @property
@@ -148,7 +150,7 @@ class Pace:
 
     @property
     def support(self) -> list[LayerSupport]:
-        """What works for each layer, and why not more."""
+        """The policies that each layer supports, and why not more."""
         return [
             LayerSupport(
                 layer.name,
@@ -160,11 +162,11 @@ class Pace:
         ]
 
     def identity(self) -> list[LayerIdentity]:
-        """Sizes of each layer and fingerprints of its weights: what a calibration is bound to."""
+        """Return each layer's sizes and weight fingerprints, to which a calibration is bound."""
         return [layer.identity() for layer in self._layers]
 
     def row_costs(self) -> list[float]:
-        """[layers] what each computes for a token: weights of an expert times experts a token."""
+        """Return each layer's cost of one token: weights per expert times experts per token."""
         return [layer.row_cost() for layer in self._layers]
 
     # -- watching ---------------------------------------------------------------------------------
@@ -179,36 +181,35 @@ class Pace:
             facts: that the inputs must have beside what the policy asks for, such as scores.
 
         Returns:
-            What ends it.
+            A function that ends it.
 
         Raises:
             ValueError: if it can't be called, or `facts` are none.
         """
         if not callable(watcher):
             raise ValueError(
-                f"watcher={watcher!r} is not allowed: it is a function of (layer, inputs, "
-                "assignment)."
+                f"watcher must be a function of (layer, inputs, assignment), got {watcher!r}."
             )
         if not isinstance(facts, Facts):
-            raise ValueError(f"facts={shortened(facts)} is not allowed: they are Facts.")
-        entry, running = (watcher, facts), self._running
+            raise ValueError(f"facts must be Facts, got {shortened(facts)}.")
+        entry, state = (watcher, facts), self._state
 
         def change(watchers: tuple[tuple[Watcher, Facts], ...]) -> None:
-            # first routers are listened to, for the forward that begins in another thread
-            running.watched_facts = Facts.union(*(asked for _, asked in watchers))
-            self._watch_routers([rule.needs_scores for rule in running.rules])
-            running.watchers = watchers
+            # routers first, for a forward that begins in another thread
+            state.watched_facts = Facts.union(*(asked for _, asked in watchers))
+            self._observe_routers([rule.needs_scores for rule in state.rules])
+            state.watchers = watchers
 
         def end() -> None:
-            with running.changing:
-                change(tuple(other for other in running.watchers if other is not entry))
+            with state.changing:
+                change(tuple(other for other in state.watchers if other is not entry))
 
-        with running.changing:
-            change((*running.watchers, entry))
+        with state.changing:
+            change((*state.watchers, entry))
         return end
 
     def replace_experts(self, experts: ReplacedExperts) -> Callable[[], None]:
-        """Have experts computed by `experts(layer, run, hidden, ids, weights)`, for study.
+        """Have experts computed by `experts(layer, run, hidden, ids, weights)`, for studies.
 
         Args:
             experts: gets the layer's name; `run`, the layer's own way, which leaves out ids equal
@@ -216,15 +217,15 @@ class Pace:
                 and [tokens, slots]. Over ranks it is called where experts live, on local ids.
 
         Returns:
-            What puts the layers' own way back.
+            A function that restores the layers' own way.
 
         Raises:
             ValueError: if it can't be called.
         """
         if not callable(experts):
             raise ValueError(
-                f"experts={shortened(experts)} is not allowed: it is a function of (layer, run, "
-                "hidden, ids, weights)."
+                "experts must be a function of (layer, run, hidden, ids, weights), got "
+                f"{shortened(experts)}."
             )
         for layer in self._layers:
             layer.replace_experts(experts)
@@ -237,34 +238,34 @@ class Pace:
 
     @property
     def context(self) -> ForwardContext | None:
-        """What the forward that runs in this thread says of its tokens; None outside one."""
-        return self._running.context
+        """Tokens of the forward that runs in this thread; None outside one."""
+        return self._state.context
 
     # -- statistics -------------------------------------------------------------------------------
 
     def stats(self) -> ModelStats:
-        """Loads before and after, dropped assignments and straggler loss of each layer so far."""
+        """Return each layer's loads before and after, drops and straggler loss so far."""
         policies = dict.fromkeys(map(str, self.policies))
-        said = next(iter(policies)) if len(policies) == 1 else f"{len(self.policies)} policies"
-        stats = ModelStats(said, [layer.loads.result() for layer in self._layers])
+        shown = next(iter(policies)) if len(policies) == 1 else f"{len(self.policies)} policies"
+        stats = ModelStats(shown, [layer.loads.result() for layer in self._layers])
         if not self._warned:
             self._warned = self._warn_of_no_cap(stats)
         return stats
 
     def _warn_of_no_cap(self, stats: ModelStats) -> bool:
-        """Say once that a cap has never applied."""
+        """Warn once that a cap has never applied; returns True if it warned."""
         capped = [
             layer
-            for layer, rule in zip(stats.layers, self._running.rules, strict=True)
+            for layer, rule in zip(stats.layers, self._state.rules, strict=True)
             if rule.routes and layer.forwards
         ]
         if not capped or any(layer.capped_forwards for layer in capped):
             return False
-        load = f"an expert {capped[0].min_expert_load:g} tokens on average (min_expert_load)"
+        load = f"{capped[0].min_expert_load:g} tokens per expert (min_expert_load)"
         too_many = all(policy.factor is None for policy in self.policies)
-        why = f"none gave {load}, or all of them only decoded"
+        why = f"none had {load}, or all of them only decoded"
         if too_many:
-            why = f"all gave {load}, or had too few to want more experts than max_active"
+            why = f"all had {load}, or too few tokens to need more experts than max_active"
         warnings.warn(
             f'the cap of "{stats.policy}" never applied in {capped[0].forwards} forwards: {why}.',
             CapNeverAppliedWarning,
@@ -273,26 +274,26 @@ class Pace:
         return True
 
     def reset_stats(self) -> None:
-        """Start the statistics anew."""
+        """Reset the statistics."""
         with torch.inference_mode(False):
             for layer in self._layers:
                 layer.loads.reset()
 
     def number_forwards_from(self, number: int) -> None:
-        """Number the next forward; keep="random" draws by it, so that a run can be repeated."""
-        self._running.start_at(check_count("number", number, 0))
+        """Set the number of the next forward, by which keep="random" draws."""
+        self._state.start_at(check_count("number", number, 0))
 
     # -- the way back -----------------------------------------------------------------------------
 
     def detach(self) -> None:
-        """Put the model back exactly as it was; statistics can still be read. Twice is once.
+        """Restore the model exactly; statistics can still be read. Idempotent.
 
         Copies made of the model while it was attached run as the untouched model from here on.
         """
-        with self._running.changing:
+        with self._state.changing:
             if self._attached:
                 self._attached = False
-                self._running.switch.on = False
+                self._state.switch.on = False
                 self._undo.close()
 
     def __enter__(self) -> Pace:
@@ -310,7 +311,7 @@ class Pace:
 def read_model_policies(
     policy: PoliciesLike, model: nn.Module, layers: int
 ) -> tuple[CapacityPolicy, ...]:
-    """The policy of each of a model's layers; "config" is the one kept in its config.
+    """Return the policy of each of a model's layers; "config" is the one kept in its config.
 
     Raises:
         ValueError: if it is no policy, or the config has none.

@@ -1,8 +1,7 @@
-"""Calling a module's forward, or standing in for one of its methods, without leaving a trace."""
+"""Patches: methods that one module instance has for a while instead of its own."""
 
 from __future__ import annotations
 
-import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,34 +13,8 @@ import torch
 from torch import nn
 
 
-def argument_names(forward: Callable[..., Any]) -> list[str]:
-    """Names of a forward's parameters, in order."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in inspect.signature(forward).parameters.values() if p.kind in kinds]
-
-
-def bind(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """All arguments in order, those given by name included."""
-    return (*args, *(kwargs[n] for n in names[len(args) :] if n in kwargs)) if kwargs else args
-
-
-def named_arguments(
-    names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """A call's arguments by name."""
-    return {**dict(zip(names, args, strict=False)), **kwargs} if args else kwargs
-
-
-def first_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The first argument of a call, by name or not."""
-    return args[0] if args else next(iter(kwargs.values()))
-
-
-# -- standing in -----------------------------------------------------------------------------------
-
-
 class Switch:
-    """Whether stand-ins do anything: one for a model and all its copies, off after `detach`."""
+    """State of all patches of a model and its copies: on until `detach`."""
 
     def __init__(self) -> None:
         self.on = True
@@ -54,89 +27,92 @@ class Switch:
         raise TypeError("an attached model can't be pickled: detach it first.")
 
 
-_MARK = "_paceline_stand_in"
+_KEY = "_paceline_patch"
 
 
 @dataclass(frozen=True, eq=False)
-class StandIn:
+class Patch:
     """A method that one module instance has instead of its own.
 
     Attributes:
-        module: that has it.
+        module: that is patched.
         name: of the method.
-        former: what the module's own `__dict__` had under that name: at most one value.
-        switch: whether it does anything.
+        original: the value under that name in the module's own `__dict__`, if there was one.
+        switch: on while the patch does anything.
+        function: that the new method calls, by which a patch is recognised.
     """
 
     module: nn.Module
     name: str
-    former: tuple[Any, ...]
+    original: tuple[Any, ...]
     switch: Switch
+    function: Callable[..., Any]
 
     def undo(self) -> None:
-        """Put the former method back; one that somebody has wrapped stays, switched off."""
-        if stands_in(self.module.__dict__.get(self.name)) is self:
-            _put_back(self.module, self.name, self.former)
+        """Restore the original method; a patch that somebody has wrapped stays, switched off."""
+        if patch_of(self.module.__dict__.get(self.name)) is self:
+            _restore(self.module, self.name, self.original)
 
 
-def stand_in(
+def patch_method(
     module: nn.Module, switch: Switch, function: Callable[..., Any], name: str = "forward"
-) -> StandIn:
+) -> Patch:
     """Give one module instance another method.
 
-    Not a pair of hooks: of a small model's decode step they cost twice as much. And nothing that
-    closes over the module: a copy of the model must run itself.
+    Not a pair of hooks: these cost a small model's decode step twice as much. The new method must
+    not close over the module, because a copy of the model has to run itself.
     """
-    double = partial(function)
-    update_wrapper(double, getattr(module, name))
-    entry = StandIn(module, name, _own(module, name), switch)
-    double.__dict__[_MARK] = entry
-    module.__dict__[name] = double
-    return entry
+    method = partial(function)
+    update_wrapper(method, getattr(module, name))
+    patch = Patch(module, name, _own_value(module, name), switch, method.func)
+    method.__dict__[_KEY] = patch
+    module.__dict__[name] = method
+    return patch
 
 
-def _own(module: nn.Module, name: str) -> tuple[Any, ...]:
+def patch_of(value: Any) -> Patch | None:
+    """Return the patch whose method `value` is, None for any other method.
+
+    A wrapper around the method may copy its `__dict__` (`functools.update_wrapper`), but calls
+    another function. In a copy of a model both are copies, and equal again.
+    """
+    patch = value.__dict__.get(_KEY) if type(value) is partial else None
+    return patch if isinstance(patch, Patch) and patch.function == value.func else None
+
+
+def remove_dead_patches(model: nn.Module) -> None:
+    """Undo patches that are switched off: a copy of a once attached model still has them."""
+    for module in model.modules():
+        for value in list(module.__dict__.values()):
+            patch = patch_of(value)
+            while patch is not None and not patch.switch.on:
+                patch.undo()
+                patch = patch_of(module.__dict__.get(patch.name))
+
+
+def _own_value(module: nn.Module, name: str) -> tuple[Any, ...]:
     return (module.__dict__[name],) if name in module.__dict__ else ()
 
 
-def _put_back(module: nn.Module, name: str, former: tuple[Any, ...]) -> None:
-    if former:
-        module.__dict__[name] = former[0]
+def _restore(module: nn.Module, name: str, original: tuple[Any, ...]) -> None:
+    if original:
+        module.__dict__[name] = original[0]
     else:
         module.__dict__.pop(name, None)
 
 
-def stands_in(value: Any) -> StandIn | None:
-    """The stand-in that a module's method is of, None for any other method.
-
-    What wraps a stand-in may carry its attributes on (`functools.wraps`), but is a function.
-    """
-    entry = value.__dict__.get(_MARK) if type(value) is partial else None
-    return entry if isinstance(entry, StandIn) else None
-
-
-def free(model: nn.Module) -> None:
-    """Take out stand-ins that are switched off: what a copy of a once attached model still has."""
-    for module in model.modules():
-        for value in list(module.__dict__.values()):
-            entry = stands_in(value)
-            while entry is not None and not entry.switch.on:
-                entry.undo()
-                entry = stands_in(module.__dict__.get(entry.name))
-
-
-# -- probing ---------------------------------------------------------------------------------------
+# -- while a layer is probed -----------------------------------------------------------------------
 
 
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Give one module instance another forward for a while."""
-    former = _own(module, "forward")
+    """Give one module instance another forward inside the context."""
+    original = _own_value(module, "forward")
     module.__dict__["forward"] = forward
     try:
         yield
     finally:
-        _put_back(module, "forward", former)
+        _restore(module, "forward", original)
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -144,7 +120,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 @contextmanager
 def undisturbed(block: nn.Module) -> Iterator[None]:
-    """No hook fires inside; random state, attributes and buffers are put back afterwards."""
+    """Disable hooks inside the context; restore random state, attributes and buffers after it."""
     modules = list(block.modules())
     device = next(block.parameters()).device
     attributes = [(m, dict(m.__dict__)) for m in modules]  # a router may note the dtype it saw

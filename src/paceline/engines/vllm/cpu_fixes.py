@@ -1,4 +1,4 @@
-"""What vLLM's CPU build lacks beside numba and for expert parallelism; added where missing."""
+"""Fixes of vLLM's CPU build: collectives for expert parallelism, and a start beside numba."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm.triton_utils import dispatcher
 
 
 def install() -> None:
-    """Add the collectives that are missing, and let vLLM look at every module there is."""
+    """Add the collectives that are missing, and let vLLM start beside numba."""
     for name, method in (("all_gatherv", all_gatherv), ("reduce_scatterv", reduce_scatterv)):
         if getattr(CpuCommunicator, name) is getattr(DeviceCommunicatorBase, name):
             setattr(CpuCommunicator, name, method)
@@ -22,14 +22,14 @@ def install() -> None:
 
 
 def search_beside_numba() -> None:
-    """Let vLLM start in a process in which numba has run; it changes nothing else."""
-    # It searches the attributes of all objects of all modules when a worker starts, and stumbles
-    # over one of llvmlite's, whose __dict__ is none.
-    dispatcher.vars = _dictionary
+    """Let vLLM start in a process in which numba has run."""
+    # When a worker starts, vLLM searches the attributes of all objects of all modules, and fails on
+    # an object of llvmlite whose __dict__ is not a dictionary.
+    dispatcher.vars = _vars
 
 
-def _dictionary(thing: object) -> dict[str, Any]:
-    """`vars`, and an empty dictionary for what only seems to have one."""
+def _vars(thing: object) -> dict[str, Any]:
+    """Return `vars(thing)`, or an empty dictionary if that is not a dictionary."""
     found: Any = vars(thing)
     return found if isinstance(found, dict) else {}
 
@@ -40,13 +40,13 @@ def all_gatherv(
     dim: int = 0,
     sizes: Sequence[int] | None = None,
 ) -> Tensor | list[Tensor]:
-    """The rows of all ranks, in their order, of one tensor or of each of a list.
+    """Gather the rows of all ranks, in their order, of one tensor or of each of a list.
 
     Args:
         self: the communicator.
         input_: [rows of this rank, ...].
         dim: 0, the rows.
-        sizes: [ranks] rows of each; None: as many as here.
+        sizes: [ranks] rows of each rank; None: as many as here.
     """
     if isinstance(input_, list):
         return [_gathered(self, tensor, sizes) for tensor in input_]
@@ -56,13 +56,13 @@ def all_gatherv(
 def reduce_scatterv(
     self: Any, input_: Tensor, dim: int = -1, sizes: Sequence[int] | None = None
 ) -> Tensor:
-    """The rows of this rank in the sum over ranks.
+    """Return the rows of this rank in the sum over ranks.
 
     Args:
         self: the communicator.
         input_: [rows of all ranks, ...].
         dim: 0, the rows.
-        sizes: [ranks] rows of each; None: equally many.
+        sizes: [ranks] rows of each rank; None: equally many.
     """
     ranks, own = self.world_size, self.rank_in_group
     sizes = [input_.shape[0] // ranks] * ranks if sizes is None else sizes

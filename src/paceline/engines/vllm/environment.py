@@ -1,4 +1,4 @@
-"""What the plugin is told: environment variables, which reach every process of a deployment."""
+"""Settings from environment variables, which reach every process of a deployment."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ ACCEPT_SHARED_BUDGET = "PACELINE_ACCEPT_SHARED_BUDGET"
 OBSERVE = "mode=observe"
 """The policy that counts loads and does nothing else."""
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
-"""prometheus_client's: the folder where processes leave their counts."""
+"""Variable of prometheus_client: the folder in which processes share their counts."""
 
 
 @dataclass(frozen=True)
-class Recording:
-    """What to record.
+class RecordingSettings:
+    """A trace to record.
 
     Attributes:
-        folder: for the trace, to be made; several ranks that record have one each.
+        folder: new folder for the trace; if several ranks record, each adds its number.
         content: counts, choices or scores.
     """
 
@@ -37,84 +37,92 @@ class Recording:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What the environment asks for.
+class Settings:
+    """Settings of the plugin.
 
     Attributes:
-        policy: for all MoE layers, None where only a plan names policies.
-        devices: over which the experts are spread in order, None where it isn't said.
-        plan: policies and placements, one for all layers or one a layer.
-        accept_shared_budget: users who share a batch, and its cache, may affect each other.
-        recording: of what the layers choose.
-        calibration: folder of one, before that of the plan.
+        policy: for all MoE layers, None if the plan names the policies.
+        devices: number of devices that share the experts in order, None if not set.
+        plan: policies and placements, one for all layers or one per layer.
+        accept_shared_budget: True if requests that share a batch, and its cache, may affect each
+            other.
+        recording: trace to record, if any.
+        calibration: folder of a calibration; takes precedence over that of the plan.
     """
 
     policy: CapacityPolicy | None = None
     devices: int | None = None
     plan: Plan | None = None
     accept_shared_budget: bool = False
-    recording: Recording | None = None
+    recording: RecordingSettings | None = None
     calibration: Path | None = None
 
     @property
     def policies(self) -> tuple[CapacityPolicy, ...]:
-        """One for all layers, or one a layer; a policy outweighs those of the plan.
+        """One policy for all layers, or one per layer; `policy` overrides those of the plan.
 
-        >>> Wanted(CapacityPolicy(capacity_factor=1.5)).policies[0].capacity_factor
+        >>> Settings(CapacityPolicy(capacity_factor=1.5)).policies[0].capacity_factor
         1.5
         """
         if self.policy is not None:
             return (self.policy,)
         return self.plan.policies if self.plan is not None else ()
 
+    @property
+    def calibration_folder(self) -> Path | None:
+        """Folder of the calibration, None if there is none."""
+        if self.calibration is None and self.plan is not None:
+            return self.plan.calibration_folder()
+        return self.calibration
 
-def wanted(environ: Mapping[str, str] = os.environ) -> Wanted | None:
-    """What the environment asks for; None where it asks for nothing.
+
+def read_settings(environ: Mapping[str, str] = os.environ) -> Settings | None:
+    """Read the plugin's settings; None if the environment asks for nothing.
 
     Raises:
         ValueError: naming the variable, its value and what is allowed.
 
-    >>> wanted({"PACELINE_POLICY": "capacity_factor=1.25", "PACELINE_DEVICES": "8"}).devices
+    >>> read_settings({"PACELINE_POLICY": "capacity_factor=1.25", "PACELINE_DEVICES": "8"}).devices
     8
     """
     policy, plan, devices = (environ.get(name, "").strip() for name in (POLICY, PLAN, DEVICES))
-    recording, calibration = _recording(environ), environ.get(CALIBRATION, "").strip()
+    recording, calibration = _read_recording(environ), environ.get(CALIBRATION, "").strip()
     if not policy and not plan and recording is not None:
         policy = OBSERVE
     if not policy and not plan:
         if devices:
-            raise ValueError(f"{DEVICES}={devices} says nothing without {POLICY} or {PLAN}.")
+            raise ValueError(f"{DEVICES}={devices} has no effect without {POLICY} or {PLAN}.")
         return None
     accept = environ.get(ACCEPT_SHARED_BUDGET, "").strip().lower()
     if accept not in ("", "0", "1"):
-        raise ValueError(f"{ACCEPT_SHARED_BUDGET}={accept} is not allowed: it is 1 or 0.")
-    read = Wanted(
+        raise ValueError(f"{ACCEPT_SHARED_BUDGET} must be 1 or 0, got {accept}.")
+    settings = Settings(
         policy=CapacityPolicy.parse(policy) if policy else None,
-        devices=_devices(devices) if devices else None,
+        devices=_read_devices(devices) if devices else None,
         plan=Plan.load(Path(plan)) if plan else None,
         accept_shared_budget=accept == "1",
         recording=recording,
         calibration=Path(calibration).absolute() if calibration else None,
     )
-    if not read.policies:
-        raise ValueError(f"{PLAN}={plan} names no policy: name one there, or set {POLICY}.")
-    if read.plan is not None and read.plan.placements and read.devices is not None:
-        raise ValueError(f"{DEVICES}={devices} and the placements of {plan}: give one of them.")
-    return read
+    if not settings.policies:
+        raise ValueError(f"{PLAN}={plan} must name a policy, or {POLICY} must be set.")
+    if settings.plan is not None and settings.plan.placements and settings.devices is not None:
+        raise ValueError(f"{DEVICES}={devices} contradicts the placements of {plan}: set only one.")
+    return settings
 
 
-def _recording(environ: Mapping[str, str]) -> Recording | None:
+def _read_recording(environ: Mapping[str, str]) -> RecordingSettings | None:
     folder, content = (environ.get(name, "").strip() for name in (RECORD, RECORD_CONTENT))
     if content and content not in CONTENTS:
-        raise ValueError(f"{RECORD_CONTENT}={content} is not allowed: {', '.join(CONTENTS)}.")
+        raise ValueError(f"{RECORD_CONTENT} must be {', '.join(CONTENTS)}, got {content}.")
     if not folder:
         if content:
-            raise ValueError(f"{RECORD_CONTENT}={content} says nothing without {RECORD}.")
+            raise ValueError(f"{RECORD_CONTENT}={content} has no effect without {RECORD}.")
         return None
-    return Recording(Path(folder).absolute(), cast(Content, content or "counts"))
+    return RecordingSettings(Path(folder).absolute(), cast(Content, content or "counts"))
 
 
-def _devices(text: str) -> int:
+def _read_devices(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"{DEVICES}={text} is not allowed: it is a whole number of at least 1.")
+        raise ValueError(f"{DEVICES} must be a whole number of at least 1, got {text}.")
     return int(text)

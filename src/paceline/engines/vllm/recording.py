@@ -1,4 +1,4 @@
-"""Record what a worker's layers choose into a trace folder, with the recorder of every engine."""
+"""Recording of a worker's routing into a trace folder, with the recorder that all engines share."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from typing import Any
 
 import torch
 
-from paceline.engines.vllm.environment import RECORD, Recording
-from paceline.engines.vllm.layer import CappedLayer
-from paceline.engines.vllm.model import CappedModel
+from paceline.engines.vllm.capped_layer import CappedLayer
+from paceline.engines.vllm.capped_model import CappedModel
+from paceline.engines.vllm.environment import RECORD, RecordingSettings
 from paceline.facts import Facts
 from paceline.routing import Assignment, RoutingInputs
 from paceline.traces.record import Recorder
 
 
-class Watched:
-    """A worker's layers as a `Recorder` watches them.
+class WatchedModel:
+    """A worker's layers in the form that `Recorder` watches.
 
     Args:
-        model: the capped layers.
+        model: with the layers.
     """
 
     def __init__(self, model: CappedModel) -> None:
         self._model = model
         self._names: list[str] = []
-        self._labels: dict[str, int] = {}  # of the running requests
+        self._labels: dict[str, int] = {}  # label of each running request
         self._next = 0
         self.layers = [layer.name for layer in model.layers]
-        # what decodes is known; whether a token is of a text or an image isn't
+        # which tokens decode is known, but not which belong to an image
         self.context: Any = SimpleNamespace(modality_of=lambda rows, layer: None)
 
     def stats(self) -> Any:
-        """Loads of all layers."""
+        """Return the statistics of all layers."""
         return SimpleNamespace(layers=self._model.stats())
 
     def watch(
         self, watcher: Callable[[str, RoutingInputs, Assignment], None], facts: Facts
     ) -> Callable[[], None]:
-        """Have the watcher called on every forward with tokens, until the result is called."""
+        """Call the watcher on every forward with tokens, until the returned function is called."""
 
-        def see(layer: CappedLayer, inputs: RoutingInputs, assignment: Assignment) -> None:
-            watcher(layer.name, self._labelled(inputs), assignment)
+        def pass_on(layer: CappedLayer, inputs: RoutingInputs, assignment: Assignment) -> None:
+            watcher(layer.name, self._label(inputs), assignment)
 
-        return self._model.watch(see, facts)
+        return self._model.watch(pass_on, facts)
 
-    def _labelled(self, inputs: RoutingInputs) -> RoutingInputs:
-        """Inputs whose requests have the same label in every forward that they take part in."""
+    def _label(self, inputs: RoutingInputs) -> RoutingInputs:
+        """Return inputs in which a request has the same label in all of its forwards."""
         if inputs.token_request is None:
             return inputs
         index = inputs.token_request
@@ -69,36 +69,39 @@ class Watched:
 
 
 class WorkerRecording:
-    """A worker's recording, finished when it is stopped or the worker ends.
+    """Recording of one worker, finished when it is stopped or the worker ends.
 
     Args:
-        model: the capped layers.
-        asked: where and what.
+        model: with the layers.
+        settings: folder and content of the trace.
         name: of the model.
-        ranks: workers that record, each into a folder of its own.
+        ranks: number of workers that record, each into a folder of its own.
 
     Raises:
-        ValueError: if the layers run where no Python sees them, or the folder can't be made.
+        ValueError: if the layers run on an accelerator.
+        TraceError: if the folder can't be made.
     """
 
-    def __init__(self, model: CappedModel, asked: Recording, name: str, ranks: int) -> None:
+    def __init__(
+        self, model: CappedModel, settings: RecordingSettings, name: str, ranks: int
+    ) -> None:
         if model.layers[0].on_device is not None:
             raise ValueError(
                 f"{RECORD} is not allowed on an accelerator, whose graphs run no Python: record "
                 "the model in Transformers, or vLLM on a CPU."
             )
-        folder = asked.folder
+        folder = settings.folder
         if ranks > 1:
             folder = folder.with_name(f"{folder.name}-rank{model.rank}")
         self.folder = folder
         self._recorder: Recorder | None = Recorder(
-            Watched(model), folder, asked.content, model=name, source="paceline in vLLM"
+            WatchedModel(model), folder, settings.content, model=name, source="paceline in vLLM"
         )
         self._forwards = 0
         atexit.register(self.stop)
 
     def describe(self) -> dict[str, Any]:
-        """Where it is, and whether it goes on, ready for JSON."""
+        """Return the state of the recording, as `control.Recording`."""
         if self._recorder is not None:
             self._forwards = self._recorder.forwards
         return {
@@ -108,10 +111,10 @@ class WorkerRecording:
         }
 
     def stop(self) -> dict[str, Any]:
-        """Finish the trace; twice is once.
+        """Finish the trace. Idempotent.
 
         Raises:
-            TraceError: if something couldn't be written.
+            TraceError: if a file can't be written.
         """
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
@@ -123,18 +126,18 @@ class WorkerRecording:
 
 
 def recording_for(
-    model: CappedModel, asked: Recording | None, name: str, parallel: Any, rank: int
+    model: CappedModel, settings: RecordingSettings | None, name: str, parallel: Any, rank: int
 ) -> WorkerRecording | None:
-    """A worker's recording; None where nothing is asked for, or another worker sees the same.
+    """Start a worker's recording; None without settings, or if another worker sees the same.
 
     Args:
-        model: the capped layers.
-        asked: by the environment.
+        model: with the layers.
+        settings: folder and content of the trace, if any.
         name: of the model.
         parallel: vLLM's configuration of parallelism.
         rank: of the worker within its data-parallel engine.
     """
-    if asked is None or rank % parallel.tensor_parallel_size:
+    if settings is None or rank % parallel.tensor_parallel_size:
         return None
     ranks = parallel.pipeline_parallel_size * parallel.data_parallel_size
-    return WorkerRecording(model, asked, name, ranks)
+    return WorkerRecording(model, settings, name, ranks)

@@ -1,8 +1,7 @@
-"""Calibrated stand-ins in vLLM: checked against the loaded weights, added where experts are run."""
+"""Calibrated stand-ins in vLLM: checked against the loaded weights, added after the experts ran."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.model_loader import base_loader
 
-from paceline.engines.vllm.environment import CALIBRATION, Wanted, wanted
+from paceline.engines.vllm.environment import CALIBRATION, read_settings
 from paceline.stand_ins.compensation import Compensation
 from paceline.stand_ins.file import Calibration
 from paceline.stand_ins.identity import LayerIdentity, of_experts, of_router
@@ -20,76 +19,70 @@ from paceline.stand_ins.layer import LayerCalibration
 
 
 class StandIns:
-    """What a layer's dropped assignments leave, from the cap to where the experts have run.
+    """Stand-ins of one layer, and the dropped assignments from the cap until the experts have run.
 
     Args:
-        layer: what a calibration found of it.
-        experts: global ids of those whose stand-ins are added by this worker.
-        dtype: that the layer computes in.
+        layer: calibration of the layer.
+        experts: global ids of the experts whose stand-ins this worker adds.
+        dtype: of the layer's computation.
     """
 
     def __init__(self, layer: LayerCalibration, experts: list[int], dtype: torch.dtype) -> None:
         self._stand_ins = Compensation(layer, experts, torch.empty(0, dtype=dtype))
-        self._lost: tuple[Tensor, Tensor, Tensor] | None = None
+        self._dropped: tuple[Tensor, Tensor, Tensor] | None = None
 
     def expect(self, ids: Tensor, weights: Tensor, dropped: Tensor) -> None:
-        """Say what the experts of this forward won't compute.
+        """Note what the experts of this forward won't compute.
 
         Args:
             ids: [tokens, k] the model's own choice.
             weights: [tokens, k] its combine weights.
             dropped: [tokens, k] bool.
         """
-        self._lost = ids.clone(), weights.clone(), dropped
+        self._dropped = ids.clone(), weights.clone(), dropped
 
     def add(self, output: Tensor, hidden: Tensor) -> None:
-        """Add what the stand-ins give to [tokens, hidden] `output`, in place, once a forward."""
-        lost, self._lost = self._lost, None
-        if lost is None:
-            return
-        output.copy_(self._stand_ins(output, hidden, *lost))
+        """Add the stand-ins of dropped assignments to [tokens, hidden] `output`, in place."""
+        dropped, self._dropped = self._dropped, None
+        if dropped is not None:
+            output.copy_(self._stand_ins(output, hidden, *dropped))
 
     def norms(self, hidden: Tensor, compensate: bool) -> Tensor:
-        """How much dropping leaves out, as `Compensation.norms` says it."""
+        """Return the norms of what drops leave out, as `Compensation.norms` does."""
         return self._stand_ins.norms(hidden, compensate)
 
 
 def keep_fingerprints() -> None:
-    """Have MoE layers fingerprinted while they are loaded: their weights are packed afterwards."""
+    """Patch vLLM to fingerprint MoE layers while it loads them, before it packs their weights."""
     process = base_loader.process_weights_after_loading
 
     @wraps(process)
-    def fingerprinted(model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        asked = wanted()
-        if asked is not None and calibration_folder(asked) is not None:
+    def fingerprint_and_process(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        settings = read_settings()
+        if settings is not None and settings.calibration_folder is not None:
             for runner in model.modules():
                 if isinstance(runner, MoERunner):
                     runner.paceline_fingerprints = _fingerprints(model, runner)
         process(model, *args, **kwargs)
 
-    base_loader.process_weights_after_loading = fingerprinted
+    base_loader.process_weights_after_loading = fingerprint_and_process
 
 
 def _fingerprints(model: nn.Module, runner: Any) -> tuple[str | None, list[str]]:
-    """Of the router, None where it wasn't found, and of each expert that this worker has."""
-    weights = nn.Module()  # named as in Transformers
+    """Return those of the router, None if it isn't found, and of each expert of this worker."""
+    weights = nn.Module()  # with the names that Transformers uses
     for name, own in (("gate_up_proj", "w13_weight"), ("down_proj", "w2_weight")):
         weight = getattr(runner.routed_experts, own).data
         setattr(weights, name, nn.Parameter(weight, requires_grad=False))
-    router = _router_of(model, runner.layer_name)
+    block = dict(model.named_modules()).get(runner.layer_name.rpartition(".")[0])
+    found = (getattr(block, name, None) for name in ("gate", "router"))
+    router = next((module for module in found if isinstance(module, nn.Module)), None)
     experts = of_experts(weights, len(runner.routed_experts.w13_weight))
     return None if router is None else of_router(router), experts
 
 
-def calibration_folder(asked: Wanted) -> Path | None:
-    """The folder that the environment or the plan names, None where there is none."""
-    if asked.calibration is not None:
-        return asked.calibration
-    return None if asked.plan is None else asked.plan.calibration_folder()
-
-
-def stand_ins_of(folder: Path, runners: list[Any], config: Any) -> list[StandIns]:
-    """One a layer.
+def load_stand_ins(folder: Path, runners: list[Any], config: Any) -> list[StandIns]:
+    """Load the stand-ins of all layers.
 
     Args:
         folder: of the calibration.
@@ -97,42 +90,43 @@ def stand_ins_of(folder: Path, runners: list[Any], config: Any) -> list[StandIns
         config: vLLM's.
 
     Raises:
-        ValueError: if the calibration is of another model, or the layout can't have stand-ins.
+        ValueError: if the calibration is of another model, or the parallel layout excludes
+            stand-ins.
     """
-    found = Calibration.load(folder)
+    calibration = Calibration.load(folder)
     if config.parallel_config.pipeline_parallel_size > 1:
         raise ValueError(
-            f"{CALIBRATION} is not allowed under pipeline parallelism, where a worker sees some "
-            "layers only."
+            f"{CALIBRATION} is not allowed under pipeline parallelism, where a worker has only "
+            "some layers."
         )
     if config.parallel_config.data_parallel_size > 1:
         raise ValueError(
-            f"{CALIBRATION} is not allowed under data parallelism: experts run on other ranks' "
-            "tokens there, and stand-ins belong to the rank that a token lives on."
+            f"{CALIBRATION} is not allowed under data parallelism: experts run on tokens of other "
+            "ranks, but a stand-in must be added by the rank of the token."
         )
     if any(r.routed_experts.apply_router_weight_on_input for r in runners):
-        raise ValueError(f"{CALIBRATION} is not allowed where weights are applied to inputs.")
-    names = [layer.name for layer in found.layers] + [r.layer_name for r in runners]
-    own = [_own_experts(runner) for runner in runners]
-    identity = [
-        LayerIdentity(
-            name=name,
-            k=runner.router.top_k,
-            num_experts=runner.router.global_num_experts,
-            router=_known_router(runner),
-            experts=_known(runner, experts),
-        )
-        for name, runner, experts in zip(names, runners, own, strict=False)
+        raise ValueError(f"{CALIBRATION} is not allowed if weights are applied to inputs.")
+    names = [layer.name for layer in calibration.layers] + [r.layer_name for r in runners]
+    local = [_local_experts(runner) for runner in runners]
+    identities = [
+        _identity(name, runner, experts)
+        for name, runner, experts in zip(names, runners, local, strict=False)
     ]
-    found.check_model(config.model_config.architectures[0], identity)
+    calibration.check_model(config.model_config.architectures[0], identities)
     return [
-        StandIns(layer, experts if _adds(runner) else [], config.model_config.dtype)
-        for layer, runner, experts in zip(found.layers, runners, own, strict=True)
+        StandIns(layer, experts if _tp_rank(runner) == 0 else [], config.model_config.dtype)
+        for layer, runner, experts in zip(calibration.layers, runners, local, strict=True)
     ]
 
 
-def _own_experts(runner: Any) -> list[int]:
-    """Global ids of the experts that this worker has, in the order of their weights."""
+def _tp_rank(runner: Any) -> int:
+    """Return which part of every expert this rank has, 0 if experts are whole."""
+    parallel = runner.moe_config.moe_parallel_config
+    return int(parallel.tp_rank) if parallel.tp_size > 1 else 0
+
+
+def _local_experts(runner: Any) -> list[int]:
+    """Return global ids of the experts of this worker, in the order of their weights."""
     expert_map = runner.expert_map
     if expert_map is None:
         return list(range(runner.router.global_num_experts))
@@ -141,31 +135,20 @@ def _own_experts(runner: Any) -> list[int]:
     return order
 
 
-def _known(runner: Any, experts: list[int]) -> Mapping[int, str]:
-    """Expert -> fingerprint; none where ranks split every expert."""
-    if runner.moe_config.moe_parallel_config.tp_size > 1:
-        return {}
-    return dict(zip(experts, runner.paceline_fingerprints[1], strict=True))
-
-
-def _adds(runner: Any) -> bool:
-    """Whether this worker adds stand-ins: where ranks split every expert, the first one alone."""
-    parallel = runner.moe_config.moe_parallel_config
-    return bool(parallel.tp_size == 1 or parallel.tp_rank == 0)
-
-
-def _router_of(model: nn.Module, layer: str) -> nn.Module | None:
-    """The module with the weights of a layer's router, None where it isn't where models have it."""
-    block = dict(model.named_modules()).get(layer.rpartition(".")[0])
-    found = (getattr(block, name, None) for name in ("gate", "router"))
-    return next((router for router in found if isinstance(router, nn.Module)), None)
-
-
-def _known_router(runner: Any) -> str:
-    router: str | None = runner.paceline_fingerprints[0]
+def _identity(name: str, runner: Any, experts: list[int]) -> LayerIdentity:
+    router, fingerprints = runner.paceline_fingerprints
     if router is None:
         raise ValueError(
             f"{CALIBRATION} is not allowed with this model: the router of {runner.layer_name} was "
             "not found."
         )
-    return router
+    split = (
+        runner.moe_config.moe_parallel_config.tp_size > 1
+    )  # parts have no fingerprint to compare
+    return LayerIdentity(
+        name=name,
+        k=runner.router.top_k,
+        num_experts=runner.router.global_num_experts,
+        router=router,
+        experts={} if split else dict(zip(experts, fingerprints, strict=True)),
+    )

@@ -1,8 +1,9 @@
-"""What vLLM's forward context says of a forward's tokens, read once a forward on the host."""
+"""The tokens of a forward from vLLM's forward context, read once per forward on the host."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,16 +16,15 @@ _KEY = "paceline"
 
 @dataclass(eq=False)
 class Batch:
-    """The tokens of one forward, in the rows that the MoE layers see.
+    """Tokens of one forward, in the rows that the MoE layers see.
 
     Attributes:
-        rows: of every layer's input.
-        real: whether these are anybody's tokens; a profile run, a warm-up or an idle rank's turn
-            brings none.
-        valid: [rows] bool, False for padding; None: every token is real.
-        tokens: real ones among the rows.
-        everywhere: tokens of all data-parallel ranks together.
-        metadata: vLLM's, of its attention layers, which tells the requests.
+        rows: number of rows of every layer's input.
+        real: False for a profile run, a warm-up or the dummy forward of an idle rank.
+        valid: [rows] bool, False for padding; None: every row is a token.
+        tokens: number of real tokens among the rows.
+        everywhere: number of tokens of all data-parallel ranks together.
+        metadata: of vLLM's attention layers, which tells the requests.
     """
 
     rows: int
@@ -33,82 +33,65 @@ class Batch:
     tokens: int = 0
     everywhere: int = 0
     metadata: Any = None
-    _known: dict[str, Tensor] = field(default_factory=dict)
 
-    @property
-    def starts(self) -> Tensor:
-        """[requests + 1] int64 first row of each request, and the end of the last.
-
-        Raises:
-            RuntimeError: if no attention layer tells.
-        """
-        self._read_requests()
-        return self._known["starts"]
-
-    @property
-    def computed(self) -> Tensor:
-        """[requests] int64 tokens that each request had computed before; raises like `starts`."""
-        self._read_requests()
-        return self._known["computed"]
-
-    @property
-    def requests(self) -> int:
-        """How many requests share the forward, 0 where nothing tells."""
-        try:
-            return len(self.starts) - 1
-        except RuntimeError:
-            return 0
-
-    @property
-    def request(self) -> Tensor:
-        """[rows] int64 index of each token's request; padding belongs to the last."""
-        if "request" not in self._known:
-            row = torch.arange(self.rows)
-            index = torch.searchsorted(self.starts[1:], row, right=True)
-            self._known["request"] = index.clamp(max=max(self.requests - 1, 0))
-        return self._known["request"]
-
-    @property
-    def position(self) -> Tensor:
-        """[rows] int64 position of each token in its sequence."""
-        if "position" not in self._known:
-            within = torch.arange(self.rows) - self.starts[self.request]
-            self._known["position"] = self.computed[self.request] + within
-        return self._known["position"]
-
-    def decode(self, prompt_lengths: Tensor) -> Tensor:
-        """[rows] bool: tokens of requests that have computed their whole prompt.
-
-        Args:
-            prompt_lengths: [requests] int64.
-        """
-        return (self.computed >= prompt_lengths)[self.request]
-
-    def _read_requests(self) -> None:
-        if "starts" in self._known:
-            return
+    @cached_property
+    def _starts_and_computed(self) -> tuple[Tensor, Tensor] | None:
         layers = self.metadata.values() if isinstance(self.metadata, dict) else ()
         for layer in layers:
             starts = getattr(layer, "query_start_loc", None)
             lengths = getattr(layer, "seq_lens", None)
             if isinstance(starts, Tensor) and isinstance(lengths, Tensor):
                 starts = starts.long()
-                self._known["starts"] = starts
-                self._known["computed"] = lengths.long()[: len(starts) - 1] - starts.diff()
-                return
-        raise RuntimeError(
-            "paceline: vLLM's attention metadata names no requests, which this policy needs."
-        )
+                return starts, lengths.long()[: len(starts) - 1] - starts.diff()
+        return None
+
+    def _requests(self) -> tuple[Tensor, Tensor]:
+        """Return [requests + 1] first rows and the end, and [requests] tokens computed earlier.
+
+        Raises:
+            RuntimeError: if no attention layer has them.
+        """
+        if self._starts_and_computed is None:
+            raise RuntimeError(
+                "paceline: this policy needs the requests, which vLLM's attention metadata lacks."
+            )
+        return self._starts_and_computed
+
+    @property
+    def requests(self) -> int:
+        """Number of requests in the forward, 0 if it is unknown."""
+        known = self._starts_and_computed
+        return 0 if known is None else len(known[0]) - 1
+
+    @cached_property
+    def request(self) -> Tensor:
+        """[rows] int64 index of each token's request; padding has the last one's."""
+        index = torch.searchsorted(self._requests()[0][1:], torch.arange(self.rows), right=True)
+        return index.clamp(max=max(self.requests - 1, 0))
+
+    @cached_property
+    def position(self) -> Tensor:
+        """[rows] int64 position of each token in its sequence."""
+        starts, computed = self._requests()
+        return computed[self.request] + torch.arange(self.rows) - starts[self.request]
+
+    def decode(self, prompt_lengths: Tensor) -> Tensor:
+        """Return [rows] bool, True for tokens of requests that have computed their whole prompt.
+
+        Args:
+            prompt_lengths: [requests] int64.
+        """
+        return (self._requests()[1] >= prompt_lengths)[self.request]
 
 
 def current_batch(rows: int) -> Batch:
-    """The batch of the running forward; a CPU's, where reading tensors costs nothing.
+    """Return the batch of the running forward; for CPUs, on which reading tensors is free.
 
     Args:
-        rows: that the asking layer sees.
+        rows: number of rows of the calling layer.
 
     Raises:
-        RuntimeError: if a layer sees other rows than the forward has.
+        RuntimeError: if the layer has another number of rows than the forward.
     """
     context = get_forward_context()
     known = context.additional_kwargs.get(_KEY)
@@ -116,14 +99,14 @@ def current_batch(rows: int) -> Batch:
         known = context.additional_kwargs[_KEY] = _read(context, rows)
     if known.rows != rows:
         raise RuntimeError(
-            f"paceline: a layer sees {rows} rows of a forward of {known.rows}: sequence-parallel "
+            f"paceline: a layer has {rows} rows in a forward of {known.rows}: sequence-parallel "
             "MoE is not supported."
         )
     return known  # type: ignore[no-any-return]
 
 
 def padding_of_forward() -> Tensor | None:
-    """[rows] bool, True for padding, in memory that a captured graph finds again; None: none is."""
+    """Return [rows] bool, True for padding, in memory that a captured graph reads, if any."""
     padding: Tensor | None = get_forward_context().is_padding
     return padding
 
@@ -131,7 +114,7 @@ def padding_of_forward() -> Tensor | None:
 def _read(context: Any, rows: int) -> Batch:
     metadata = context.attn_metadata
     padding = context.is_padding
-    if metadata is None:  # a made-up batch, to see how much memory it takes
+    if metadata is None:  # a dummy batch that measures how much memory is needed
         return Batch(rows, real=False)
     if padding is not None and len(padding) != rows:
         raise RuntimeError(

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from paceline.text import shortened
-from paceline.traces.format import MAX_EXPERTS, MAX_LAYERS, TraceError, read_bounded, seen
-
-_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
-_MAX_CONFIG_BYTES = 1 << 24
+from paceline.model_config import read_model_config
+from paceline.traces.format import MAX_EXPERTS, MAX_LAYERS, TraceError
 
 
 @dataclass(frozen=True)
@@ -59,23 +53,13 @@ class Asked:
         Raises:
             TraceError: if it can't be read.
         """
-        path = path / "config.json" if path.is_dir() else path
         try:
-            config = json.loads(read_bounded(path, _MAX_CONFIG_BYTES))
-        except (ValueError, RecursionError) as error:
-            if isinstance(error, TraceError):
-                raise
-            raise TraceError(f"{path} is not JSON: {shortened(str(error), 200)}.") from None
-        if not isinstance(config, dict):
-            raise TraceError(f"{path} is no model's config: expected is a JSON object.")
-        inner = config.get("text_config")
-        parts = [inner, config] if isinstance(inner, dict) else [config]
-        return replace(
-            self,
-            experts=self.experts or _first(parts, _EXPERTS),
-            k=self.k or _first(parts, _K),
-            layers=self.layers or _first(parts, ("num_hidden_layers",)),
-        )
+            config = read_model_config(path)
+            experts = self.experts or config.experts
+            k = self.k or config.experts_per_token
+            return replace(self, experts=experts, k=k, layers=self.layers or config.hidden_layers)
+        except ValueError as error:
+            raise TraceError(str(error)) from None
 
     def needed(self, name: str, where: str, why: str) -> int:
         """A fact that the file needs.
@@ -101,14 +85,3 @@ class Asked:
         if said is not None and said != found:
             raise TraceError(f"{where} has {name}={found}, but {name}={said} was said.")
         return found
-
-
-def _first(parts: list[dict[str, Any]], names: tuple[str, ...]) -> int | None:
-    for part in parts:
-        for name in names:
-            value = part.get(name)
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                return value
-            if value is not None and not isinstance(value, list):
-                raise TraceError(f"the model's config has {name}={seen(value)}: expected is > 0.")
-    return None

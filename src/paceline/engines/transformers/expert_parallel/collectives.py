@@ -1,4 +1,4 @@
-"""The collectives of expert parallelism: bounded in time, and with errors that name their cause."""
+"""Collectives of expert parallelism, bounded in time, with errors that name their cause."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DEFAULT_TIMEOUT = 300.0
 
 
 class ExpertParallelError(RuntimeError):
-    """Another rank is lost, silent for too long, or does something else: this rank can't go on."""
+    """Another rank is lost, silent for too long, or runs something else: this rank can't go on."""
 
 
 def join(timeout: float = _DEFAULT_TIMEOUT) -> None:
@@ -45,8 +45,8 @@ def join(timeout: float = _DEFAULT_TIMEOUT) -> None:
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout))
 
 
-class Link:
-    """One rank's end of a group.
+class RankGroup:
+    """A group of ranks, as one of them sees it.
 
     Args:
         group: the ranks; None: all.
@@ -63,14 +63,15 @@ class Link:
             raise RuntimeError(
                 "torch.distributed is not started: call expert_parallel.join() first."
             )
-        self.group = dist.group.WORLD if group is None else group
-        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.processes = dist.group.WORLD if group is None else group
+        self.rank = dist.get_rank(self.processes)
+        self.size = dist.get_world_size(self.processes)
         if timeout is None:
             timeout = float(os.environ.get(TIMEOUT_VARIABLE, _DEFAULT_TIMEOUT))
         self.timeout = timeout
 
     def all_to_all(self, rows: Tensor, sent: list[int], received: list[int], where: str) -> Tensor:
-        """Rows to every rank and from every rank, in rank order.
+        """Send rows to every rank, and return those from every rank, in rank order.
 
         Args:
             rows: [sum(sent), ...].
@@ -82,20 +83,20 @@ class Link:
             [sum(received), ...].
         """
         out = rows.new_empty((sum(received), *rows.shape[1:]))
-        with self._named(f"the all-to-all of {where}"):
+        with self._errors_of(f"the all-to-all of {where}"):
             work = dist.all_to_all_single(
-                out, rows.contiguous(), received, sent, group=self.group, async_op=True
+                out, rows.contiguous(), received, sent, group=self.processes, async_op=True
             )
             self._wait(work, out)
         return out
 
     def all_reduce(self, tensor: Tensor, where: str) -> None:
         """Sum over the ranks, in place."""
-        with self._named(f"the all-reduce of {where}"):
-            self._wait(dist.all_reduce(tensor, group=self.group, async_op=True), tensor)
+        with self._errors_of(f"the all-reduce of {where}"):
+            self._wait(dist.all_reduce(tensor, group=self.processes, async_op=True), tensor)
 
     def all_gather(self, rows: Tensor, where: str) -> tuple[Tensor, list[int]]:
-        """The rows of all ranks in rank order, and how many each has; ranks may differ in these.
+        """Return the rows of all ranks in rank order, and how many each rank has.
 
         Args:
             rows: [rows, ...], the rest of the shape alike on all ranks.
@@ -103,37 +104,37 @@ class Link:
         """
         count = torch.tensor([rows.shape[0]], device=rows.device)
         counts = [torch.empty_like(count) for _ in range(self.size)]
-        with self._named(f"the all-gather of {where}"):
-            work = dist.all_gather(counts, count, group=self.group, async_op=True)
+        with self._errors_of(f"the all-gather of {where}"):
+            work = dist.all_gather(counts, count, group=self.processes, async_op=True)
             self._wait(work, count)
             sizes = torch.cat(counts).tolist()
             padded = rows.new_zeros((max(sizes), *rows.shape[1:]))
             padded[: rows.shape[0]] = rows
             parts = [torch.empty_like(padded) for _ in range(self.size)]
             if max(sizes):
-                work = dist.all_gather(parts, padded, group=self.group, async_op=True)
+                work = dist.all_gather(parts, padded, group=self.processes, async_op=True)
                 self._wait(work, padded)
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]), sizes
 
     def agree(self, name: str, value: Any) -> None:
-        """Check that all ranks mean the same.
+        """Check that a value is the same on all ranks.
 
         Raises:
             ValueError: on every rank, naming the ranks that differ from rank 0.
         """
         mine = torch.tensor(list(repr(value).encode()), dtype=torch.uint8, device=self._device)
         joined, sizes = self.all_gather(mine, f"the agreement on {name}")
-        said = [bytes(part.tolist()).decode() for part in torch.split(joined.cpu(), sizes)]
-        for rank, other in enumerate(said):
-            if other != said[0]:
+        values = [bytes(part.tolist()).decode() for part in torch.split(joined.cpu(), sizes)]
+        for rank, other in enumerate(values):
+            if other != values[0]:
                 raise ValueError(
-                    f"{name} is not the same on all ranks: rank 0 has {shortened(said[0], 120)}, "
+                    f"{name} is not the same on all ranks: rank 0 has {shortened(values[0], 120)}, "
                     f"rank {rank} has {shortened(other, 120)}."
                 )
 
     @property
     def _device(self) -> torch.device:
-        on_cpu = "gloo" in str(dist.get_backend(self.group))
+        on_cpu = "gloo" in str(dist.get_backend(self.processes))
         return torch.device("cpu" if on_cpu else torch.cuda.current_device())
 
     def _wait(self, work: Any, tensor: Tensor) -> None:
@@ -143,7 +144,7 @@ class Link:
             work.wait(timedelta(seconds=self.timeout))
 
     @contextmanager
-    def _named(self, what: str) -> Iterator[None]:
+    def _errors_of(self, what: str) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""An attached MoE layer whose experts are spread over ranks."""
+"""Attached MoE layer whose experts are spread over ranks."""
 
 from __future__ import annotations
 
@@ -13,23 +13,27 @@ from torch import Tensor, nn
 
 from paceline.engines.rules import LayerRule, layer_rule
 from paceline.engines.transformers.expert_parallel.implementation import ExpertParallel
-from paceline.engines.transformers.expert_parallel.routing import decide, decides
-from paceline.engines.transformers.layers.layer import AttachedLayer, Leave, ReplacedExperts
-from paceline.engines.transformers.layers.modules import (
+from paceline.engines.transformers.expert_parallel.routing import (
+    decision_of,
+    route_on_rank,
+)
+from paceline.engines.transformers.layers.find import (
     EXPERT_PARALLEL,
     LayerModules,
     spread_over_ranks,
 )
+from paceline.engines.transformers.layers.layer import AttachedLayer, ReplacedExperts
 from paceline.engines.transformers.layers.probe import Probe
-from paceline.engines.transformers.state import Running
+from paceline.engines.transformers.state import AttachedState
 from paceline.engines.transformers.tokens.labels import UserLabels
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import Assignment, RoutingInputs
+from paceline.stand_ins.compensation import Compensation
 
 
 class ParallelLayer(AttachedLayer):
-    """Stands in for the forward of an experts module that is spread over ranks."""
+    """A MoE layer whose experts are spread over ranks."""
 
     def __init__(
         self,
@@ -37,21 +41,21 @@ class ParallelLayer(AttachedLayer):
         found: Probe,
         num_experts: int,
         index: int,
-        running: Running,
+        state: AttachedState,
         placement: ExpertPlacement | None,
     ) -> None:
         self.parallel: ExpertParallel = modules.experts.__dict__[EXPERT_PARALLEL]
         self.parallel.layer = modules.name
         # the experts are where they are
         where = self.parallel.placement
-        if placement not in (None, where):
+        if placement is not None and placement != where:
             raise ValueError(
-                f"placement is not where the experts of layer {modules.name} are: expert -> rank "
-                f"is {list(where.expert_to_device)}; allowed is that, or None."
+                f"placement of layer {modules.name} must be None or where its experts are, expert "
+                f"-> rank {list(where.expert_to_device)}, got {list(placement.expert_to_device)}."
             )
-        super().__init__(modules, found, num_experts, index, running, where)
+        super().__init__(modules, found, num_experts, index, state, where)
         self._experts_forward = self.parallel.experts_forward
-        if self._execution.wide_ids:
+        if self.runner.wide_ids:
             raise ValueError(
                 f"layer {self.name} can't be handled: its router names experts that no rank has."
             )
@@ -59,42 +63,42 @@ class ParallelLayer(AttachedLayer):
     @property
     def own_experts(self) -> Sequence[int]:
         """The experts of this rank."""
-        return self.parallel.placement.experts_of(self.parallel.link.rank)
+        return self.parallel.placement.experts_of(self.parallel.group.rank)
 
     def applicable(self, policy: CapacityPolicy) -> CapacityPolicy:
-        """With a batch a rank, a pool not named is "source"."""
+        """Return the policy, by default with pool="source" where each rank has its own batch."""
         own_batches = not self.parallel.shares_batch
         if policy.caps and own_batches and "pool" not in policy.model_fields_set:
             return policy.replace(pool="source")
         return policy
 
     def agree(self, name: str, value: Any) -> None:
-        """Check that all ranks mean the same.
+        """Check that a value is the same on all ranks.
 
         Raises:
-            ValueError: on every rank, if they don't.
+            ValueError: on every rank, if it isn't.
         """
-        self.parallel.link.agree(name, value)
+        self.parallel.group.agree(name, value)
 
     def rule(self, policy: CapacityPolicy) -> LayerRule:
-        """What a policy means for this layer, on this rank."""
-        who = decides(policy, self.parallel)
-        ranks = self.parallel.link.size if who == "a rank, for a share" else 1
-        return layer_rule(policy, self.traits(), ranks, shared=who == "all ranks together")
+        """Return the policy's rule for this layer, on this rank."""
+        decision = decision_of(policy, self.parallel)
+        ranks = self.parallel.group.size if decision == "for its share" else 1
+        return layer_rule(policy, self.traits(), ranks, shared=decision == "together")
 
     def _route(self, inputs: RoutingInputs, policy: CapacityPolicy) -> Assignment:
-        return decide(inputs, policy, self.parallel)
+        return route_on_rank(inputs, policy, self.parallel)
 
     def replace_experts(self, replaced: ReplacedExperts | None) -> None:
-        """Have this rank's experts computed by something else; None: by the layer itself again."""
+        """Have this rank's experts computed by another function; None: by the layer itself."""
         own = self._experts_forward
         self.parallel.experts_forward = (
             own if replaced is None else partial(replaced, self.name, own)
         )
 
     @property
-    def leaving_experts(self) -> Sequence[int] | None:
-        """Where all ranks share a batch, this rank's: each stand-in counts once."""
+    def stand_in_experts(self) -> Sequence[int] | None:
+        """Where all ranks share a batch, the experts of this rank: each stand-in counts once."""
         return self.own_experts if self.parallel.shares_batch else None
 
     def _run_kept(
@@ -103,31 +107,36 @@ class ParallelLayer(AttachedLayer):
         ids: Tensor,
         weights: Tensor,
         assignment: Assignment,
-        leave: Leave | None,
+        compensation: Compensation | None,
     ) -> Tensor:
         # no shortcut where nothing is kept: the other ranks wait for this one's part
         kept_ids, kept_weights = assignment.topk_ids, assignment.topk_weights
-        if leave is None:
+        if compensation is None:
             return self._original(hidden, kept_ids, kept_weights)
+        dropped, add_distance = assignment.dropped_slots, self.loads.add_distance
+
+        def add_stand_ins(out: Tensor) -> Tensor:
+            return compensation(out, hidden, ids, weights, dropped, add_distance)
+
         if not self.parallel.shares_batch:
-            return leave(self._original(hidden, kept_ids, kept_weights))
-        return self.parallel(hidden, kept_ids, kept_weights, leave).to(hidden.dtype)
+            return add_stand_ins(self._original(hidden, kept_ids, kept_weights))
+        return self.parallel(hidden, kept_ids, kept_weights, add_stand_ins).to(hidden.dtype)
 
 
 def agreed_labels(
     layers: Sequence[LayerModules], policy: Any, placement: Any, labels: UserLabels
 ) -> UserLabels:
-    """What all ranks must ask for alike, and where tokens live if each rank has its own.
+    """Check that ranks agree; return labels that hold the rank of each token if batches differ.
 
     Raises:
-        ValueError: if the ranks differ in what they ask for, or only some layers are spread.
+        ValueError: if the ranks differ in policy or placement, or only some layers are spread.
     """
     for modules in layers:
         if not spread_over_ranks(modules.experts):
             raise ValueError(f"layer {modules.name} is not spread over ranks, as other layers are.")
     parallel: ExpertParallel = layers[0].experts.__dict__[EXPERT_PARALLEL]
-    parallel.link.agree("placement", placement)
-    parallel.link.agree("policy", str(policy))
+    parallel.group.agree("placement", placement)
+    parallel.group.agree("policy", str(policy))
     if parallel.shares_batch:
         return labels
     if labels.source is not None:
@@ -135,11 +144,11 @@ def agreed_labels(
             "token_source is not allowed where every rank has a batch of its own: a token lives on "
             "its rank."
         )
-    return replace(labels, source=_OnRank(parallel.link.rank))
+    return replace(labels, source=_OnRank(parallel.group.rank))
 
 
 class _OnRank:
-    """Every token lives on one rank."""
+    """A token source: every token lives on one rank."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -150,7 +159,7 @@ class _OnRank:
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Weights that FSDP has spread over ranks are whole inside, so that layers can be looked at."""
+    """Gather weights that FSDP has spread over ranks, inside the context."""
     with ExitStack() as stack:
         for module in model.modules():
             if hasattr(module, "unshard") and hasattr(module, "reshard"):

@@ -1,4 +1,4 @@
-"""Who decides over which tokens where experts are spread over ranks, and the deciding.
+"""Routing where experts are spread over ranks: which ranks decide, over which tokens.
 
 Ranks that share a batch all see the same tokens and decide alike, each for itself. Ranks with a
 batch of their own decide for their own tokens (`pool="source"`, no collective), or, with
@@ -9,6 +9,7 @@ their own rows.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,44 +17,47 @@ from torch import Tensor
 from paceline.engines.rules import load_per_rank
 from paceline.engines.transformers.expert_parallel.implementation import ExpertParallel
 from paceline.keeps import registered_keeps
-from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import Assignment, RoutingInputs
 from paceline.routing.budget import Budget
 from paceline.routing.route import assign
 
+Decision: TypeAlias = Literal["alone", "for its share", "together"]
 
-def decides(policy: CapacityPolicy, parallel: ExpertParallel) -> str:
-    """Who decides over which tokens, under expert parallelism.
+
+def decision_of(policy: CapacityPolicy, parallel: ExpertParallel) -> Decision:
+    """Return how a rank decides: alone, for its share of the tokens, or together with all ranks.
 
     Ranks that share a batch decide alike, each for itself; so does a rank for requests, which are
     its own. With a batch a rank, one sees a share of an expert's tokens and decides for that
     (pool="source"), or all decide together (pool="batch").
     """
     if parallel.shares_batch or not policy.caps or policy.pool == "request":
-        return "a rank, for all it must know"
-    return "all ranks together" if policy.pool == "batch" else "a rank, for a share"
+        return "alone"
+    return "together" if policy.pool == "batch" else "for its share"
 
 
-def decide(inputs: RoutingInputs, policy: CapacityPolicy, parallel: ExpertParallel) -> Assignment:
-    """This rank's assignment of its tokens; all ranks must call it alike.
+def route_on_rank(
+    inputs: RoutingInputs, policy: CapacityPolicy, parallel: ExpertParallel
+) -> Assignment:
+    """Return this rank's assignment of its tokens; all ranks must call it alike.
 
     Args:
         inputs: of this rank's tokens.
         policy: the same on all ranks.
         parallel: how the layer's experts are spread.
     """
-    who, placement = decides(policy, parallel), parallel.placement
-    if who == "all ranks together":
-        return route_together(inputs, policy, parallel, placement)
-    if who == "a rank, for a share":
-        policy = own_share(policy, parallel.link.size, inputs.topk_ids.device.type)
+    decision, placement = decision_of(policy, parallel), parallel.placement
+    if decision == "together":
+        return route_together(inputs, policy, parallel)
+    if decision == "for its share":
+        policy = policy_for_share(policy, parallel.group.size, inputs.topk_ids.device.type)
     return assign(inputs, policy, placement)
 
 
 @lru_cache(maxsize=64)
-def own_share(policy: CapacityPolicy, ranks: int, device_type: str) -> CapacityPolicy:
-    """The policy for one rank's tokens: it sees about one in `ranks` of an expert's tokens."""
+def policy_for_share(policy: CapacityPolicy, ranks: int, device_type: str) -> CapacityPolicy:
+    """Return the policy for one rank, which sees about one in `ranks` of an expert's tokens."""
     enough = policy.resolved_min_expert_load(device_type)
     return policy.replace(min_expert_load=load_per_rank(enough, ranks))
 
@@ -62,9 +66,8 @@ def route_together(
     inputs: RoutingInputs,
     policy: CapacityPolicy,
     parallel: ExpertParallel,
-    placement: ExpertPlacement,
 ) -> Assignment:
-    """Decide for the tokens of all ranks alike, in rank order, and take this rank's rows.
+    """Decide for the tokens of all ranks alike, in rank order, and return this rank's rows.
 
     Sends per token, to every rank: 4 bytes for each id, weight and score, and 4 for flags; with
     norms of each assignment, 4 bytes for each of these too.
@@ -74,8 +77,8 @@ def route_together(
     """
     if policy.keep in registered_keeps():
         raise ValueError(
-            f'keep={policy.keep!r} with pool="batch" and a batch a rank: a registered metric knows '
-            'only this rank\'s tokens; allowed is pool="source".'
+            f"pool must be source with keep={policy.keep} and a batch per rank, where a registered "
+            "metric knows this rank's tokens alone, got pool=batch."
         )
     ids = inputs.topk_ids.long()
     in_range = (ids >= 0) & (ids < parallel.num_experts)  # what is no expert must not become one
@@ -94,10 +97,12 @@ def route_together(
         own = norms if policy.expand is not None else norms.gather(1, torch.where(in_range, ids, 0))
         columns += [_bits(own)]
     columns += [_flags(inputs).unsqueeze(1)]
-    packed, sizes = parallel.link.all_gather(
+    packed, sizes = parallel.group.all_gather(
         torch.cat(columns, 1), f"the routing of {parallel.layer}"
     )
-    parallel.bytes_sent += (parallel.link.size - 1) * rows * packed.shape[1] * packed.element_size()
+    parallel.bytes_sent += (
+        (parallel.group.size - 1) * rows * packed.shape[1] * packed.element_size()
+    )
     ids, all_weights, *rest, flags = torch.split(packed, [part.shape[1] for part in columns], 1)
     all_scores = None if known is None else rest[0].contiguous().view(torch.float32)
     if of_each:
@@ -123,14 +128,14 @@ def route_together(
             step=inputs.step,
         ),
         policy,
-        placement,
+        parallel.placement,
     )
-    start = sum(sizes[: parallel.link.rank])
-    return rows_of(together, slice(start, start + rows), inputs)
+    start = sum(sizes[: parallel.group.rank])
+    return rows_of_rank(together, slice(start, start + rows), inputs)
 
 
-def rows_of(assignment: Assignment, rows: slice, inputs: RoutingInputs) -> Assignment:
-    """A rank's part of a common assignment: its rows and counts, beside the common capacities.
+def rows_of_rank(assignment: Assignment, rows: slice, inputs: RoutingInputs) -> Assignment:
+    """Return a rank's part of a common assignment: its rows and counts, with the common capacities.
 
     Args:
         assignment: over all ranks' tokens, of one pool.
@@ -152,7 +157,7 @@ def rows_of(assignment: Assignment, rows: slice, inputs: RoutingInputs) -> Assig
 
 
 def _spread(values: Tensor, ids: Tensor, experts: int) -> Tensor:
-    """[tokens, experts] values [tokens, k] of ids, at their experts; the rest are zeros."""
+    """Return [tokens, experts] with values [tokens, k] at the experts `ids`, zeros elsewhere."""
     table = values.new_zeros((len(values), experts + 1))
     return table.scatter(1, torch.where(ids < 0, experts, ids).long(), values)[:, :experts]
 
@@ -162,7 +167,7 @@ def _bits(values: Tensor) -> Tensor:
 
 
 def _flags(inputs: RoutingInputs) -> Tensor:
-    """[tokens] int32: valid, decode and priority of each token."""
+    """Return [tokens] int32: valid, decode and priority of each token in one number."""
     rows, device = inputs.topk_ids.shape[0], inputs.topk_ids.device
     flags = torch.ones(rows, dtype=torch.int32, device=device)
     if inputs.valid is not None:

@@ -1,15 +1,14 @@
-"""Run a layer's experts on an assignment so that a dropped slot costs no matmul.
+"""Execution of a layer's experts in which a dropped slot costs no matmul.
 
 Transformers dispatches experts on `config._experts_implementation`. Where the implementation in use
 knows the sentinel of expert parallelism (an expert id equal to the number of experts), it is used
-as it is; otherwise only the kept (token, expert) pairs are given to it, one expert a row.
+as it is; otherwise it gets only the kept (token, expert) pairs, one expert per row.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.generic import GeneralInterface
 
-from paceline.engines.transformers.layers.modules import LayerModules
+from paceline.engines.transformers.layers.find import LayerModules
 from paceline.engines.transformers.layers.probe import Probe
 from paceline.engines.transformers.patching import undisturbed
 
@@ -25,38 +24,37 @@ _WITH_SENTINEL = ("grouped_mm", "deepgemm", "sonicmoe")
 """Implementations that skip sentinels while `_is_expert_parallel` is set."""
 
 
-class Execution:
-    """How one layer's experts are run when slots were dropped.
+class ExpertRunner:
+    """One layer's experts, run so that slots with the id E, the number of experts, are left out.
 
     Attributes:
         wide_ids: whether the router names ids beyond the experts, which cost nothing (zero
             experts).
+        skips_sentinel: whether the experts' own loop leaves out such slots.
     """
 
     def __init__(self, modules: LayerModules, found: Probe, num_experts: int) -> None:
         experts: Any = modules.experts
         self._experts, self._num_experts = experts, num_experts
+        self._original: Callable[..., Tensor] = experts.forward
         self.wide_ids = bool((found.ids >= num_experts).any())
         self._interface = _interface(experts)
-        # somebody else's forward must be heard; Accelerate's only moves tensors around the stock
+        # a forward that somebody else put there must run; Accelerate's only moves tensors around
         self._moved = hasattr(experts, "_hf_hook")
         self._replaced = "forward" in experts.__dict__ and not self._moved
         self._eager: Callable[..., Tensor] = experts.forward
         if self._interface is not None and not self._replaced:
             self._eager = partial(type(experts).forward.__wrapped__, experts)
-        self._eager_skips = not self.wide_ids and _skips_sentinel(
+        self.skips_sentinel = not self.wide_ids and _skips_sentinel(
             modules, self._eager, found, num_experts
         )
-        if not self.wide_ids and not self._eager_skips:
+        if not self.wide_ids and not self.skips_sentinel:
             _check_one_slot(modules, found)
 
-    def __call__(
-        self, original: Callable[..., Tensor], hidden: Tensor, ids: Tensor, weights: Tensor
-    ) -> Tensor:
-        """What the experts give for `ids` [tokens, slots], of which the sentinel E is left out.
+    def __call__(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts, without slots of the sentinel E.
 
         Args:
-            original: the experts' own forward.
             hidden: [..., hidden] states of the tokens.
             ids: [tokens, slots] int64.
             weights: [tokens, slots].
@@ -68,59 +66,61 @@ class Execution:
         how = "eager" if self._interface is None else self._experts.config._experts_implementation
         stock = self._interface is not None and not self._moved
         if self.wide_ids:
-            return original(hidden, ids, weights)  # a zero expert with weight 0
+            return self._original(hidden, ids, weights)  # a zero expert with weight 0
         if how in (None, "eager"):
-            if self._eager_skips:
-                return (self._eager if stock else original)(hidden, ids, weights)
+            if self.skips_sentinel:
+                return (self._eager if stock else self._original)(hidden, ids, weights)
         elif self._replaced:
             pass
         elif how == "batched_mm" and hidden.dtype is torch.float64:
-            pass  # which torch has no grouped product of
+            pass  # torch has no grouped product of it
         elif how in _WITH_SENTINEL or (how == "batched_mm" and stock):
             # batched_mm computes every slot, whatever its weight
             how = "grouped_mm" if how == "batched_mm" else how
-            run = partial(self._interface[how], self._experts) if stock else original
-            with _sentinels(self._experts):
+            run = partial(self._interface[how], self._experts) if stock else self._original
+            _expect_sentinels(self._experts)
+            try:
                 return run(hidden, ids, weights)
-        return _compacted(original, hidden, ids, weights, self._num_experts)
+            finally:
+                _stop_expecting_sentinels(self._experts)
+        return _compacted(self._original, hidden, ids, weights, self._num_experts)
 
 
 _FLAGS = threading.Lock()
 _USERS = "_paceline_sentinel_users"
 
 
-@contextmanager
-def _sentinels(experts: Any) -> Iterator[None]:
-    """Inside, stock implementations leave out ids equal to the number of experts.
+def _expect_sentinels(experts: Any) -> None:
+    """Have stock implementations leave out ids equal to the number of experts.
 
-    The flag belongs to the module, so it stays set until the last thread inside is done; that
-    others, which have no such ids, see it set too changes nothing for them.
+    The flag belongs to the module, so it stays set until the last thread is done; that others,
+    which have no such ids, see it set too changes nothing for them.
     """
-    if torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():
+        own = experts.__dict__
+        with _FLAGS:
+            own[_USERS] = own.get(_USERS, 0) + 1
+            experts._is_expert_parallel = True
+    else:
         experts._is_expert_parallel = True
-        try:
-            yield
-        finally:
-            experts._is_expert_parallel = False
+
+
+def _stop_expecting_sentinels(experts: Any) -> None:
+    if torch.compiler.is_compiling():
+        experts._is_expert_parallel = False
         return
     own = experts.__dict__
     with _FLAGS:
-        own[_USERS] = own.get(_USERS, 0) + 1
-        experts._is_expert_parallel = True
-    try:
-        yield
-    finally:
-        with _FLAGS:
-            own[_USERS] -= 1
-            if not own[_USERS]:
-                del own[_USERS]
-                experts._is_expert_parallel = False
+        own[_USERS] -= 1
+        if not own[_USERS]:
+            del own[_USERS]
+            experts._is_expert_parallel = False
 
 
 def _compacted(
     original: Callable[..., Tensor], hidden: Tensor, ids: Tensor, weights: Tensor, sentinel: int
 ) -> Tensor:
-    """Give the experts the kept pairs only, one expert a row, and add up what they give."""
+    """Run the experts on the kept pairs only, one expert per row, and add up their outputs."""
     rows, slots = (ids != sentinel).nonzero(as_tuple=True)
     if rows.shape[0] == 0:
         return torch.zeros_like(hidden)
@@ -138,7 +138,7 @@ def _compacted(
 
 
 def _interface(experts: nn.Module) -> Any:
-    """The implementations that a class decorated by Transformers dispatches to, else None."""
+    """Return the implementations that a class of Transformers dispatches to, else None."""
     if not hasattr(experts, "_is_expert_parallel") or not hasattr(experts, "config"):
         return None
     for cell in getattr(type(experts).forward, "__closure__", None) or ():
@@ -148,7 +148,7 @@ def _interface(experts: nn.Module) -> Any:
 
 
 def _check_one_slot(modules: LayerModules, found: Probe) -> None:
-    """The experts must take one expert a row, for `_compacted`.
+    """Check that the experts take one expert per row, for `_compacted`.
 
     Raises:
         ValueError: naming the layer.
@@ -163,14 +163,14 @@ def _check_one_slot(modules: LayerModules, found: Probe) -> None:
     if not fits:
         raise ValueError(
             f"layer {modules.name} can't be handled: its experts neither skip the id one past the "
-            "last nor take one expert a token."
+            "last nor take one expert per token."
         )
 
 
 def _skips_sentinel(
     modules: LayerModules, eager: Callable[..., Tensor], found: Probe, num_experts: int
 ) -> bool:
-    """Whether an experts' own loop leaves ids equal to the number of experts out, weights unread.
+    """Return True if an experts' own loop leaves out ids equal to the number of experts, unread.
 
     Only tried on a CPU: on an accelerator an index out of range is fatal to the process.
     """

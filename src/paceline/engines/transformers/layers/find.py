@@ -1,30 +1,70 @@
-"""Find a model's Mixture-of-Experts layers by what they do, not by a list of architectures.
+"""Search for a model's Mixture-of-Experts layers by what they do, not by a list of architectures.
 
-The seam that nearly all architectures of Transformers share: a block with a child `experts`,
+The structure that nearly all architectures of Transformers share: a block with a child `experts`,
 called as `experts(hidden_states, top_k_index, top_k_weights)`, and a sibling `gate` or `router`
-whose output holds the logits of all experts. Every layer is run once on random rows, with the
-experts replaced by nothing, so that a block that only looks like the seam is refused instead of
-silently left alone.
+whose output holds the logits of all experts. `probe` then runs each layer once on random rows, so
+that a block that only looks like one is refused instead of silently left alone.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
-from paceline.engines.transformers.layers.modules import ROUTER_NAMES, LayerModules
+ROUTER_NAMES = ("gate", "router")
+"""Names under which a block keeps the module that chooses its experts."""
+
+EXPERT_PARALLEL = "_paceline_ep"
+"""Attribute of an experts module that holds its `ExpertParallel`, if it has one."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerModules:
+    """The modules of one MoE layer.
+
+    Attributes:
+        name: of the block in its model.
+        block: whose forward calls router and experts.
+        experts: called as experts(hidden_states, top_k_index, top_k_weights).
+        router_name: of the router among the block's children.
+    """
+
+    name: str
+    block: nn.Module
+    experts: nn.Module
+    router_name: str
+
+    @property
+    def router(self) -> nn.Module:
+        """The module that chooses the experts now: an adapter may have been put around it."""
+        router = self.block._modules[self.router_name]
+        assert router is not None  # found with it
+        return router
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the experts."""
+        return next(iter(self.experts.parameters())).device
+
+
+def spread_over_ranks(experts: nn.Module) -> bool:
+    """Return True if Paceline's expert parallelism brings these experts their tokens."""
+    return EXPERT_PARALLEL in experts.__dict__
+
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EXPERT_CLASS = re.compile(r"(?<!Shared)Experts?(?!Parallel)")
 
 
 def find_layers(model: nn.Module) -> list[LayerModules]:
-    """The MoE layers of a model, in order.
+    """Return the MoE layers of a model, in order.
 
     Raises:
-        ValueError: if there is none (a dense model), or one that doesn't follow the seam.
+        ValueError: if there is none (a dense model), or one of another structure.
     """
     layers = []
     for name, block in model.named_modules():
@@ -53,7 +93,7 @@ def find_layers(model: nn.Module) -> list[LayerModules]:
 
 
 def _refuse_leftovers(model: nn.Module, layers: list[LayerModules]) -> None:
-    """Nothing that looks like experts may be left out silently."""
+    """Refuse a model with modules that look like experts outside these layers."""
     covered = {id(m) for layer in layers for m in layer.block.modules()}
     for name, module in model.named_modules():
         if id(module) not in covered and _EXPERT_CLASS.search(type(module).__name__):
@@ -76,7 +116,7 @@ def _refuse_leftovers(model: nn.Module, layers: list[LayerModules]) -> None:
 
 
 def _configured_experts(config: Any) -> int:
-    """Experts a config or one of its parts names, 0 for none."""
+    """Return the number of experts that a config or one of its parts names, 0 for none."""
     parts = [config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", ()))]
     counts = [getattr(part, key, None) for part in parts for key in _EXPERT_COUNTS]
     return max((c for c in counts if isinstance(c, int)), default=0)

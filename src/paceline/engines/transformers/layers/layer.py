@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from paceline.engines.rules import ALL_MODALITIES, LayerRule, LayerTraits, layer_rule
-from paceline.engines.transformers.layers.experts import Execution
-from paceline.engines.transformers.layers.modules import LayerModules
-from paceline.engines.transformers.layers.probe import Probe
-from paceline.engines.transformers.layers.router import Scoring, find_scoring
-from paceline.engines.transformers.layers.router_watch import RouterWatch
-from paceline.engines.transformers.patching import StandIn, argument_names, bind, stand_in
-from paceline.engines.transformers.state import Running
+from paceline.engines.transformers.layers.experts import ExpertRunner
+from paceline.engines.transformers.layers.find import LayerModules
+from paceline.engines.transformers.layers.probe import Probe, find_scoring
+from paceline.engines.transformers.layers.router import RouterObserver, Scoring
+from paceline.engines.transformers.patching import Patch, patch_method
+from paceline.engines.transformers.state import AttachedState
+from paceline.engines.transformers.tokens.arguments import argument_names, positional
 from paceline.engines.transformers.tokens.context import ForwardContext
 from paceline.facts import Facts
 from paceline.placement import ExpertPlacement
@@ -33,22 +32,19 @@ RunExperts: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(hidden [..., hidden], ids [tokens, slots], weights [tokens, slots]) -> [..., hidden]; an id
 equal to the number of experts is left out."""
 
-Leave: TypeAlias = Callable[[Tensor], Tensor]
-"""[..., hidden] of the kept experts -> with what dropped assignments leave behind."""
-
 ReplacedExperts: TypeAlias = Callable[[str, RunExperts, Tensor, Tensor, Tensor], Tensor]
-"""Called with a layer's name, its own way to run experts, and what these are given."""
+"""Called with a layer's name, its own way to run experts, and the arguments of that."""
 
 
 class AttachedLayer:
-    """Stands in for the forward of one experts module.
+    """A MoE layer whose experts' forward is patched.
 
     Args:
         modules: of the layer.
-        found: what it did with random rows.
+        found: its probe.
         num_experts: of the layer.
         index: of the layer among the model's MoE layers.
-        running: what all layers share.
+        state: that all layers share.
         placement: of the experts; None: every expert is a device of its own.
 
     Raises:
@@ -61,23 +57,23 @@ class AttachedLayer:
         found: Probe,
         num_experts: int,
         index: int,
-        running: Running,
+        state: AttachedState,
         placement: ExpertPlacement | None,
     ) -> None:
-        self.modules, self.index, self._running = modules, index, running
+        self.modules, self.index, self._state = modules, index, state
         self.name, self.num_experts, self.placement = modules.name, num_experts, placement
         self.k = found.ids.shape[1]
         self.scoring: Scoring = find_scoring(modules, found, num_experts)
+        self.runner = ExpertRunner(modules, found, num_experts)
+        self.compensation: Compensation | None = None
+        self.router = RouterObserver(modules, state)
+        # where only the router could be probed, a forward shows whether the block calls its experts
+        self.ran_block = found.ran_block
         self._names = argument_names(modules.experts.forward)
         self._like = found.hidden[:0]
-        self._execution = Execution(modules, found, num_experts)
         self._original: Callable[..., Tensor] = modules.experts.forward
         self._replaced: ReplacedExperts | None = None
-        self.compensation: Compensation | None = None
-        self._stand_in: StandIn | None = None
-        self.router_watch = RouterWatch(modules, running)
-        # where only the router could be tried, that the block calls its experts is seen later
-        self.ran_block = found.ran_block
+        self._patch: Patch | None = None
         self._placement = placement or ExpertPlacement.per_expert(num_experts)
         with torch.inference_mode(False):  # counts go on outside of it
             self.loads = LoadAccumulator(self.name, self._placement, self.k, modules.device)
@@ -88,7 +84,7 @@ class AttachedLayer:
         return range(self.num_experts)
 
     def identity(self) -> LayerIdentity:
-        """Which layer it is, by its weights."""
+        """Return the layer's sizes and the fingerprints of its weights."""
         own = self.own_experts
         experts = of_experts(self.modules.experts, len(own))
         router = of_router(self.modules.router)
@@ -96,34 +92,30 @@ class AttachedLayer:
         return LayerIdentity(self.name, self.k, self.num_experts, router, known)
 
     def row_cost(self) -> float:
-        """What the layer computes for a token: weights of an expert times experts a token."""
+        """Return the cost of one token: weights per expert times experts per token."""
         weights = sum(weight.numel() for weight in self.modules.experts.parameters())
         return weights / len(self.own_experts) * self.k
 
     def compensate(self, found: LayerCalibration) -> None:
-        """Have dropped assignments leave their stand-ins, where a policy asks for it."""
-        self.compensation = Compensation(found, self.leaving_experts, self._like)
+        """Give the layer stand-ins, which policies with compensate=True add for what is dropped."""
+        self.compensation = Compensation(found, self.stand_in_experts, self._like)
 
     @property
-    def leaving_experts(self) -> Sequence[int] | None:
-        """Whose stand-ins are added here; None: all."""
+    def stand_in_experts(self) -> Sequence[int] | None:
+        """Experts whose stand-ins are added on this rank; None: all."""
         return None
 
-    # -- following a policy -----------------------------------------------------------------------
+    # -- policies ---------------------------------------------------------------------------------
 
     def applicable(self, policy: CapacityPolicy) -> CapacityPolicy:
-        """The policy as it applies to this layer."""
+        """Return the policy as it applies to this layer."""
         return policy
 
     def agree(self, name: str, value: Any) -> None:
-        """Over ranks, check that all mean the same."""
-
-    def rule(self, policy: CapacityPolicy) -> LayerRule:
-        """What a policy means for this layer."""
-        return layer_rule(policy, self.traits())
+        """Check that a value is the same on all ranks."""
 
     def traits(self, modalities: Collection[str] = ALL_MODALITIES) -> LayerTraits:
-        """Return what the layer's policies depend on.
+        """Return the properties on which the choice of a policy depends.
 
         Args:
             modalities: that the model or the user can tell apart.
@@ -137,54 +129,63 @@ class AttachedLayer:
             scores_reason=self.scoring.reason,
             calibrated=self.compensation is not None,
             calibration_option="attach with calibration=FOLDER",
-            knows_source=self._running.labels.source is not None,
+            knows_source=self._state.labels.source is not None,
             source_option='attach with token_source="sequence", a tensor or a function',
             modalities=modalities,
             modalities_reason="this model reads text alone",
         )
 
-    # -- taking the place of experts.forward ------------------------------------------------------
+    def rule(self, policy: CapacityPolicy) -> LayerRule:
+        """Return the policy's rule for this layer."""
+        return layer_rule(policy, self.traits())
+
+    # -- the patch of experts.forward -------------------------------------------------------------
 
     def install(self) -> None:
-        """Take the place of the experts' forward."""
-        self._stand_in = stand_in(self.modules.experts, self._running.switch, self.forward)
+        """Patch the experts' forward."""
+        self._patch = patch_method(self.modules.experts, self._state.switch, self.forward)
 
     def remove(self) -> None:
-        """Put everything back as it was."""
-        self.router_watch.undo()
-        if self._stand_in is not None:
-            self._stand_in.undo()
-            self._stand_in = None
+        """Restore the modules."""
+        self.router.undo()
+        if self._patch is not None:
+            self._patch.undo()
+            self._patch = None
 
-    # -- running ----------------------------------------------------------------------------------
+    def replace_experts(self, replaced: ReplacedExperts | None) -> None:
+        """Have experts computed by another function; None: by the layer itself again."""
+        self._replaced = replaced
+
+    # -- a forward --------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The experts' forward: `(hidden_states, top_k_index, top_k_weights)`, by name or not."""
-        running = self._running
-        if not running.switch.on:
+        """Run the experts; arguments are `(hidden_states, top_k_index, top_k_weights)`."""
+        state = self._state
+        if not state.switch.on:
             return self._original(*args, **kwargs)
-        hidden, ids, weights = bind(self._names, args, kwargs) if kwargs else args
-        here, rows = running.threads.here, ids.shape[0]
-        router = here.router.pop(self.name, None) if here.router else None
-        context = here.context
+        hidden, ids, weights = positional(self._names, args, kwargs) if kwargs else args
+        thread, rows = state.threads.current, ids.shape[0]
+        router = thread.router.pop(self.name, None) if thread.router else None
+        context = thread.context
         if context is None or context.rows is None:
-            context = running.unknown_tokens(self.index, self.name, rows, ids.device)
+            context = state.unknown_tokens(self.index, self.name, rows, ids.device)
         rule: LayerRule = context.rules[self.index]
         watchers = context.watchers
-        if not watchers and (not rule.routes or rule.stays_out(context, rows, ids.is_cpu)):
-            valid = context.valid if context.rows == rows else self._valid(context, rows)
-            self.loads.observe(ids, valid)
-            if self._replaced is None:
-                return self._original(hidden, ids, weights)
-            return self._run(hidden, ids, weights)
-        if not watchers and not self._execution.wide_ids and rule.is_within_limits(context, ids):
-            self.loads.observe(ids, None, self._mass(rule, ids, weights, router))
-            return self._run(hidden, ids, weights)
-        facts = (
-            rule.facts
-            if not watchers
-            else Facts.union(rule.facts, *(asked for _, asked in watchers))
-        )
+        if not watchers:
+            if not rule.routes or rule.stays_out(context, rows, ids.is_cpu):
+                valid: Tensor | None = context.valid
+                if context.rows != rows:
+                    valid = context.rows_of(valid, rows, self.name)
+                self.loads.observe(ids, valid)
+                if self._replaced is None:
+                    return self._original(hidden, ids, weights)
+                return self._run(hidden, ids, weights)
+            if not self.runner.wide_ids and rule.is_within_limits(context, ids):
+                self.loads.observe(ids, None, self._gate_mass(rule, ids, weights, router))
+                return self._run(hidden, ids, weights)
+        facts = rule.facts
+        if watchers:
+            facts = Facts.union(facts, *(asked for _, asked in watchers))
         inputs = self._inputs(context, facts, rule, hidden, ids, weights, router)
         assignment = self._route(inputs, rule.policy)
         with torch.no_grad():
@@ -193,26 +194,17 @@ class AttachedLayer:
             else:
                 self.loads.observe(ids, inputs.valid)
             for entry in watchers:
-                if entry in running.watchers:  # else it has ended meanwhile
+                if entry in state.watchers:  # else it has ended meanwhile
                     entry[0](self.name, inputs, assignment)
-        if not rule.routes or rule.policy.mode != "enforce" or _known_whole(assignment, ids):
+        if not rule.routes or rule.policy.mode != "enforce" or _keeps_choice(assignment, ids):
             return self._run(hidden, ids, weights)
-        leave: Leave | None = None
-        if rule.policy.compensate and self.compensation is not None:
-            leave = partial(
-                self.compensation,
-                hidden=hidden,
-                ids=ids,
-                weights=weights,
-                dropped=assignment.dropped_slots,
-                tell=self.loads.add_distance,
-            )
-        return self._run_kept(hidden, ids, weights, assignment, leave)
+        compensation = self.compensation if rule.policy.compensate else None
+        return self._run_kept(hidden, ids, weights, assignment, compensation)
 
-    def _mass(
+    def _gate_mass(
         self, rule: LayerRule, ids: Tensor, weights: Tensor, router: tuple[Tensor, Any] | None
     ) -> Tensor:
-        """[tokens, k] gate mass of the model's choice, as routing is told it."""
+        """Return the [tokens, k] gate mass of the model's choice, as `route` would count it."""
         if self.scoring.rule is None or not rule.needs_scores or router is None:
             return weights
         return self.scoring(*router, ids.shape[0]).gather(1, ids)
@@ -220,15 +212,11 @@ class AttachedLayer:
     def _route(self, inputs: RoutingInputs, policy: CapacityPolicy) -> Assignment:
         return assign(inputs, policy, self._placement)
 
-    def replace_experts(self, replaced: ReplacedExperts | None) -> None:
-        """Have experts computed by something else; None: by the layer itself again."""
-        self._replaced = replaced
-
     def _run(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """The experts on the model's own choice."""
+        """Run the experts on the model's own choice."""
         if self._replaced is None:
             return self._original(hidden, ids, weights)
-        return self._replaced(self.name, self._run_some, hidden, ids, weights)
+        return self._replaced(self.name, self.runner, hidden, ids, weights)
 
     def _run_kept(
         self,
@@ -236,32 +224,24 @@ class AttachedLayer:
         ids: Tensor,
         weights: Tensor,
         assignment: Assignment,
-        leave: Leave | None,
+        compensation: Compensation | None,
     ) -> Tensor:
-        """The experts on what was kept, and what dropped assignments leave."""
+        """Run the experts on what was kept, and add stand-ins for what was dropped."""
         kept_ids, kept_weights = assignment.topk_ids, assignment.topk_weights
-        if self._execution.wide_ids:
+        if self.runner.wide_ids:
             # ids beyond the experts are the model's own zero experts: they stay as they were
-            beyond = nn.functional.pad(ids >= self.num_experts, (0, kept_ids.shape[1] - self.k))
-            kept_ids = torch.where(beyond, _widened(ids.long(), kept_ids), kept_ids)
-            kept_weights = torch.where(beyond, _widened(weights, kept_weights), kept_weights)
+            extra = kept_ids.shape[1] - self.k
+            beyond = nn.functional.pad(ids >= self.num_experts, (0, extra))
+            kept_ids = torch.where(beyond, nn.functional.pad(ids.long(), (0, extra)), kept_ids)
+            kept_weights = torch.where(beyond, nn.functional.pad(weights, (0, extra)), kept_weights)
         if self._replaced is None:
-            out = self._run_some(hidden, kept_ids, kept_weights)
+            out = self.runner(hidden, kept_ids, kept_weights)
         else:
-            out = self._replaced(self.name, self._run_some, hidden, kept_ids, kept_weights)
-        return out if leave is None else leave(out)
-
-    def _run_some(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        return self._execution(self._original, hidden, ids, weights)
-
-    # -- what routing is told ---------------------------------------------------------------------
-
-    def _valid(self, context: ForwardContext, rows: int) -> Tensor | None:
-        valid: Tensor | None = context.valid
-        if valid is None or context.rows == rows:
-            return valid
-        own: Tensor | None = context.rows_of(valid, rows, self.name)
-        return own
+            out = self._replaced(self.name, self.runner, hidden, kept_ids, kept_weights)
+        if compensation is None:
+            return out
+        dropped = assignment.dropped_slots
+        return compensation(out, hidden, ids, weights, dropped, self.loads.add_distance)
 
     def _inputs(
         self,
@@ -273,42 +253,40 @@ class AttachedLayer:
         weights: Tensor,
         router: tuple[Tensor, Any] | None,
     ) -> RoutingInputs:
+        """Return the inputs of `route`, with those facts alone that somebody needs."""
         rows, policy = ids.shape[0], rule.policy
 
-        def told(per_token: Tensor | None) -> Any:
+        def of_layer(per_token: Tensor | None) -> Any:
             return context.rows_of(per_token, rows, self.name)
 
-        scores = source = position = None
-        # not every policy ranks by scores, but all with a factor are told what share they kept
+        scores = source = position = norms = None
         if self.scoring.rule is not None and (rule.needs_scores or facts.scores):
             if router is None:
                 raise RuntimeError(f"layer {self.name}: its experts ran before its router.")
             scores = self.scoring(*router, rows)
         if facts.source:
-            devices = self.num_experts if self.placement is None else self.placement.num_devices
-            source = told(context.source(devices))
+            source = of_layer(context.source(self._placement.num_devices))
         modality = context.modality_of(rows, self.name) if facts.modality else {}
         if modality is None and policy.drop_first and policy.mode == "enforce":
             raise RuntimeError(
-                f"layer {self.name}: which tokens are of an image is unknown in a forward on "
-                f'embeddings alone, which "{policy}" needs: give the forward input_ids or '
+                f"layer {self.name}: it is unknown which tokens are of an image in a forward on "
+                f'embeddings alone, but "{policy}" needs it: give the forward input_ids or '
                 "mm_token_type_ids, or attach token_modality."
             )
         if facts.position:
-            position = told(context.position)
-        norms = None
+            position = of_layer(context.position)
         if policy.keep == "contribution" and self.compensation is not None:
             norms = self.compensation.norms(hidden, policy.compensate)
-        step = context.step
+        valid, step = context.valid, context.step
         return RoutingInputs(
             topk_ids=ids,
             topk_weights=weights,
             scores=scores,
-            valid=self._valid(context, rows),
+            valid=valid if context.rows == rows else of_layer(valid),
             token_source=source,
-            token_request=told(context.request) if facts.request else None,
+            token_request=of_layer(context.request) if facts.request else None,
             token_priority=token_priorities(policy, modality, position),
-            token_decode=told(context.decode) if facts.decode else None,
+            token_decode=of_layer(context.decode) if facts.decode else None,
             expert_norms=norms,
             num_experts=self.num_experts,
             layer=self.index,
@@ -316,13 +294,8 @@ class AttachedLayer:
         )
 
 
-def _known_whole(assignment: Assignment, ids: Tensor) -> bool:
-    """Whether the host knows, without waiting, that just the model's choice is kept, all of it."""
+def _keeps_choice(assignment: Assignment, ids: Tensor) -> bool:
+    """Return True if the host knows, without waiting, that just the model's choice is kept."""
     kept = assignment.kept
-    host = kept.is_cpu and type(kept) is Tensor and not torch.compiler.is_compiling()
-    return host and kept.shape == ids.shape and bool(kept.all())
-
-
-def _widened(given: Tensor, like: Tensor) -> Tensor:
-    """[tokens, k] padded to the slots of `like`."""
-    return nn.functional.pad(given, (0, like.shape[1] - given.shape[1]))
+    on_host = kept.is_cpu and type(kept) is Tensor and not torch.compiler.is_compiling()
+    return on_host and kept.shape == ids.shape and bool(kept.all())

@@ -1,4 +1,4 @@
-"""Run a MoE layer once on random rows, to see whether it follows the seam and what it chooses."""
+"""Probe of a MoE layer: one run on random rows shows its structure and which experts it chooses."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.engines.transformers.layers.modules import (
+from paceline.engines.scoring import find_rule
+from paceline.engines.transformers.layers.find import (
     EXPERT_PARALLEL,
     LayerModules,
     spread_over_ranks,
 )
-from paceline.engines.transformers.patching import (
+from paceline.engines.transformers.layers.router import RouterLinear, Scoring, logits_of
+from paceline.engines.transformers.patching import replaced_forward, undisturbed
+from paceline.engines.transformers.tokens.arguments import (
     argument_names,
-    bind,
     first_argument,
-    replaced_forward,
-    undisturbed,
+    positional,
 )
 from paceline.text import shortened
 
@@ -28,16 +29,16 @@ PROBE_ROWS = 64
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """What a layer did with random rows.
+    """Inputs and outputs of a layer that ran on random rows.
 
     Attributes:
-        router_input: [rows, hidden] what the router was given.
+        router_input: [rows, hidden] input of the router.
         logits: [rows, classes] the router's own logits (or probabilities), None where it returns
             none.
         logits_at: where they are among the tensors of its output.
         ids: [rows, k] chosen experts.
         weights: [rows, k] their weights.
-        hidden: [rows, hidden] what the experts were given.
+        hidden: [rows, hidden] input of the experts.
         ran_block: whether the whole block ran (else the router alone).
     """
 
@@ -56,7 +57,7 @@ def probe(modules: LayerModules, seed: int = 0) -> Probe:
     Leaves the random state, hooks and buffers as they were, and computes no expert.
 
     Raises:
-        ValueError: naming the layer and why it doesn't follow the seam.
+        ValueError: naming the layer and why it can't be handled.
     """
     reason = "its forward couldn't be run on random rows"
     with torch.no_grad(), undisturbed(modules.block):
@@ -66,7 +67,7 @@ def probe(modules: LayerModules, seed: int = 0) -> Probe:
                 rows = _random_rows(modules, size, seed)
                 try:
                     found = run(modules, rows)
-                except _NotTheSeam as error:
+                except _OtherStructure as error:
                     raise ValueError(f"layer {modules.name} can't be handled: {error}.") from None
                 except Exception as error:  # another size, or the router alone, may work
                     reason = f"its forward couldn't be run on random rows ({_line(error)})"
@@ -83,7 +84,7 @@ def probe(modules: LayerModules, seed: int = 0) -> Probe:
 
 
 def count_experts(modules: LayerModules, found: Probe) -> int:
-    """Experts of a layer that compute something: what its module says, else its weights.
+    """Return how many experts of a layer compute something: by its module, else by its weights.
 
     Raises:
         ValueError: if that is unknown.
@@ -118,57 +119,58 @@ def count_experts(modules: LayerModules, found: Probe) -> int:
     return count
 
 
-class _NotTheSeam(Exception):
-    """The block ran, but not as the seam wants."""
+class _OtherStructure(Exception):
+    """The block ran, but its structure is not that of a MoE layer."""
 
 
 def _run_block(modules: LayerModules, rows: Tensor) -> Probe:
+    """Run the whole block, its experts replaced by zeros."""
     calls: list[tuple[Any, ...]] = []
     seen: list[tuple[Any, Any]] = []
     names = argument_names(modules.experts.forward)
 
     def no_experts(*args: Any, **kwargs: Any) -> Tensor:
-        args = bind(names, args, kwargs)
+        args = positional(names, args, kwargs)
         calls.append(args)
         return torch.zeros_like(args[0])
 
     router_forward = modules.router.forward
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def observed(*args: Any, **kwargs: Any) -> Any:
         out = router_forward(*args, **kwargs)
         seen.append((first_argument(args, kwargs), out))
         return out
 
-    with replaced_forward(modules.experts, no_experts), replaced_forward(modules.router, watched):
+    with replaced_forward(modules.experts, no_experts), replaced_forward(modules.router, observed):
         extra = {}
         if "input_ids" in inspect.signature(modules.block.forward).parameters:
             count = rows.shape[1]
             extra["input_ids"] = torch.arange(count, device=rows.device).remainder(64)[None]
         modules.block(rows, **extra)
     if not calls:
-        raise _NotTheSeam("its forward doesn't call its experts (is it replaced by a kernel?)")
+        raise _OtherStructure("its forward doesn't call its experts (is it replaced by a kernel?)")
     if len(calls) > 1:
-        raise _NotTheSeam(f"its forward calls its experts {len(calls)} times")
+        raise _OtherStructure(f"its forward calls its experts {len(calls)} times")
     if len(calls[0]) != 3:
-        raise _NotTheSeam(
+        raise _OtherStructure(
             f"its experts are called with {len(calls[0])} arguments instead of hidden states, "
             "chosen experts and their weights"
         )
     hidden, ids, weights = calls[0]
     _check_choice(ids, weights)
     if ids.shape[0] * hidden.shape[-1] != hidden.numel():
-        raise _NotTheSeam(
+        raise _OtherStructure(
             f"{ids.shape[0]} rows of choices don't match hidden states {list(hidden.shape)}"
         )
     if not seen:
-        raise _NotTheSeam("its forward doesn't call its router")
+        raise _OtherStructure("its forward doesn't call its router")
     router_input, out = seen[-1]
     logits, at = _find_logits(out, ids, weights)
     return Probe(_flat(router_input), logits, at, ids, weights, _flat(hidden), True)
 
 
 def _run_router(modules: LayerModules, rows: Tensor) -> Probe:
-    """The router alone: for a block that is a whole decoder layer."""
+    """Run the router alone: for a block that is a whole decoder layer."""
     out: Any = None
     for shaped in (rows[0], rows):
         try:
@@ -182,12 +184,12 @@ def _run_router(modules: LayerModules, rows: Tensor) -> Probe:
         t for t in tensors if isinstance(t, Tensor) and not t.is_floating_point() and t.dim() == 2
     ]
     if len(ids) != 1:
-        raise _NotTheSeam("its router doesn't return the chosen experts")
+        raise _OtherStructure("its router doesn't return the chosen experts")
     weights = [
         t for t in tensors if isinstance(t, Tensor) and t is not ids[0] and t.shape == ids[0].shape
     ]
     if len(weights) != 1:
-        raise _NotTheSeam("its router doesn't return the weights of the chosen experts")
+        raise _OtherStructure("its router doesn't return the weights of the chosen experts")
     _check_choice(ids[0], weights[0])
     logits, at = _find_logits(out, ids[0], weights[0])
     return Probe(rows[0], logits, at, ids[0], weights[0], rows[0], False)
@@ -195,36 +197,26 @@ def _run_router(modules: LayerModules, rows: Tensor) -> Probe:
 
 def _check_choice(ids: Any, weights: Any) -> None:
     if not isinstance(ids, Tensor) or not isinstance(weights, Tensor):
-        raise _NotTheSeam("its experts are not given tensors of chosen experts and weights")
+        raise _OtherStructure("its experts are not given tensors of chosen experts and weights")
     if ids.dim() != 2 or ids.is_floating_point() or ids.dtype is torch.bool:
-        raise _NotTheSeam(
+        raise _OtherStructure(
             f"its experts are given choices of shape {list(ids.shape)} and {ids.dtype}, not "
             "expert ids [tokens, k]"
         )
     ordered = ids.sort(1).values
     if ids.shape[1] > 1 and bool((ordered[:, 1:] == ordered[:, :-1]).any(1).all()):
-        raise _NotTheSeam(
+        raise _OtherStructure(
             "its experts are given the same expert twice in every row, so no choice of experts"
         )
     if weights.shape != ids.shape or not weights.is_floating_point():
-        raise _NotTheSeam(
+        raise _OtherStructure(
             f"its experts are given weights of shape {list(weights.shape)} for choices of shape "
             f"{list(ids.shape)}"
         )
 
 
-def logits_of(out: Any, at: int, rows: int) -> Tensor | None:
-    """[rows, classes] the tensor at place `at` of a router's output; None if it isn't of them."""
-    tensors = out if isinstance(out, (tuple, list)) else (out,)
-    found = tensors[at] if at < len(tensors) else None
-    if not isinstance(found, Tensor) or not found.is_floating_point() or found.dim() < 2:
-        return None
-    flat = _flat(found)
-    return flat if flat.shape[0] == rows else None
-
-
 def _find_logits(out: Any, ids: Tensor, weights: Tensor) -> tuple[Tensor | None, int]:
-    """A router's first float output with a row a token and more classes than k, and its place.
+    """Return a router's first float output [tokens, classes], more than k classes, and its place.
 
     Where a token goes to every expert its logits have k classes too: then the first such output
     that isn't the weights.
@@ -238,8 +230,87 @@ def _find_logits(out: Any, ids: Tensor, weights: Tensor) -> tuple[Tensor | None,
     return next(iter(wider or others), (None, 0))
 
 
+@torch.no_grad()
+def find_scoring(modules: LayerModules, found: Probe, num_experts: int) -> Scoring:
+    """Find the scoring rule of a layer, from its probe."""
+
+    def unknown(reason: str) -> Scoring:
+        return Scoring(None, False, reason, num_experts)
+
+    if found.logits is None:
+        return unknown("its router returns no logits")
+    if float(found.logits.float().std(1).max()) == 0:
+        return unknown("its router gives all experts the same logit")
+    judged = found
+    if found.ids.shape[1] == 1 and _constant(found.weights):
+        # one expert with weight 1 is proportional to anything: look at two of them
+        two = _with_two(modules)
+        if two is None:
+            return unknown("one expert per token, always weighted alike, hides the scoring rule")
+        judged = two
+    assert judged.logits is not None
+    rule, expands = find_rule(judged.logits, judged.ids, judged.weights, num_experts)
+    if rule is None:
+        return unknown("its weights are proportional to no known scoring function of its logits")
+    reason = "its weights carry a factor of each expert, so an extra's is unknown"
+    linear = _linear(modules, found)
+    return Scoring(rule, expands, "" if expands else reason, num_experts, found.logits_at, linear)
+
+
+def _constant(weights: Tensor) -> bool:
+    return float((weights - weights.flatten()[0]).abs().max()) < 1e-6
+
+
+_TOP_K_NAMES = ("top_k", "num_experts_per_tok", "k", "topk", "moe_top_k")
+
+
+def _with_two(modules: LayerModules) -> Probe | None:
+    """Probe the same layer with two experts per token, if its router or block can be set so."""
+    for holder in (modules.router, modules.block):
+        for name in _TOP_K_NAMES:
+            former = holder.__dict__.get(name)
+            if former != 1 or isinstance(former, bool):
+                continue
+            setattr(holder, name, 2)
+            try:
+                found = probe(modules)
+                if found.ids.shape[1] == 2:
+                    return found
+            except ValueError:
+                pass
+            finally:
+                setattr(holder, name, former)
+    return None
+
+
+def _linear(modules: LayerModules, found: Probe) -> RouterLinear | None:
+    """Return the router's linear map, if its logits are just that, rounded or not.
+
+    A model that is in float32 now may be moved to half precision while it is attached.
+    """
+    logits, router = found.logits, modules.router
+    assert logits is not None
+    matrices = [
+        (name, module)
+        for name, module in router.named_modules()
+        for p in module.parameters(recurse=False)
+        if p.dim() > 1
+    ]
+    if len(matrices) != 1:  # none, or an adapter's beside it
+        return None
+    name, holder = matrices[0]
+    weight = holder._parameters.get("weight")
+    if weight is None or weight.shape != (logits.shape[1], found.router_input.shape[1]):
+        return None
+    linear = RouterLinear(modules, router, holder, name)
+    return linear if linear.explains(found.router_input, logits) else None
+
+
+# -- random rows -----------------------------------------------------------------------------------
+
+
 def _hidden_sizes(modules: LayerModules) -> list[int]:
-    """What the hidden size may be, likeliest first."""
+    """Return possible hidden sizes, likeliest first."""
     sizes = [p.shape[-1] for p in modules.router.parameters() if p.dim() == 2]
     sizes += [p.shape[-1] for p in modules.experts.parameters() if p.dim() == 3]
     config = getattr(modules.block, "config", None)
@@ -248,7 +319,7 @@ def _hidden_sizes(modules: LayerModules) -> list[int]:
 
 
 def _random_rows(modules: LayerModules, size: int, seed: int) -> Tensor:
-    """[1, rows, size] in the dtype that the block computes in."""
+    """Return [1, rows, size] random rows in the dtype that the block computes in."""
     floats = [
         p.dtype
         for p in modules.block.parameters()

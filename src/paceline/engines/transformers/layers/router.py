@@ -1,22 +1,27 @@
-"""A router's scoring rule, found by looking at what it does with random rows."""
+"""A layer's router at run time: its outputs, as the block gets them, and gate scores from them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from paceline.engines.scoring import RULES, find_rule
-from paceline.engines.transformers.layers.modules import LayerModules
-from paceline.engines.transformers.layers.probe import Probe, logits_of, probe
+from paceline.engines.scoring import RULES
+from paceline.engines.transformers.layers.find import LayerModules
+from paceline.engines.transformers.patching import Patch, patch_method, patch_of
+from paceline.engines.transformers.state import AttachedState
+from paceline.engines.transformers.tokens.arguments import first_argument
 
 
 @dataclass(frozen=True, eq=False)
 class Scoring:
-    """How one layer's scores are computed.
+    """Gate scores of one layer, from its router's output.
 
     Attributes:
         rule: key of RULES; None where no rule fits, with the `reason`.
@@ -35,7 +40,7 @@ class Scoring:
     linear: RouterLinear | None = None
 
     def __call__(self, router_input: Tensor, router_output: Any, rows: int) -> Tensor:
-        """[tokens, experts] float32 scores of what the router said.
+        """Return [tokens, experts] float32 gate scores.
 
         Raises:
             RuntimeError: if the router's output has no logits for these rows.
@@ -43,7 +48,7 @@ class Scoring:
         assert self.rule is not None
         logits = logits_of(router_output, self.logits_at, rows)
         if logits is None:
-            raise RuntimeError("the router returned no logits for the rows its experts were given.")
+            raise RuntimeError("the router returned no logits for the rows that its experts got.")
         if self.linear is not None:
             logits = self.linear.unrounded(router_input, logits)
         return RULES[self.rule](logits.float())[:, : self.num_experts]
@@ -51,10 +56,10 @@ class Scoring:
 
 @dataclass(frozen=True, eq=False)
 class RouterLinear:
-    """A router's linear map whose logits come rounded to half precision: rounding makes false ties.
+    """A router's linear map, to compute logits in float32 that come rounded to half precision.
 
-    The logits are computed again in float32 only while the map is what it was when it was found:
-    an adapter or a wrapper changes what the router says, and that is what counts.
+    Rounding makes false ties. The logits are computed again only while the map is what it was
+    when it was found: where an adapter or a wrapper changes the router's output, that counts.
 
     Attributes:
         modules: of the layer.
@@ -69,15 +74,15 @@ class RouterLinear:
     name: str
 
     def unrounded(self, router_input: Tensor, logits: Tensor) -> Tensor:
-        """[rows, classes] float32 logits; a row that doesn't follow from the map stays as it is."""
+        """Return [rows, classes] float32 logits; rows that aren't this map's stay as they are."""
         if logits.element_size() > 2 or not self._unchanged():
             return logits
         again = self._again(router_input)
         near = _within_rounding(again, logits).all(1, keepdim=True)
         return torch.where(near, again, logits.float())
 
-    def follows(self, router_input: Tensor, logits: Tensor) -> bool:
-        """Whether these logits are just this map of this input."""
+    def explains(self, router_input: Tensor, logits: Tensor) -> bool:
+        """Return True if these logits are just this map of this input."""
         return bool(_within_rounding(self._again(router_input), logits).all())
 
     def _again(self, router_input: Tensor) -> Tensor:
@@ -86,7 +91,7 @@ class RouterLinear:
         rows = router_input.reshape(-1, weight.shape[1])
         bias = bias if isinstance(bias, Tensor) else None
         kind = weight.device.type
-        if torch.is_autocast_enabled(kind):  # as the router was given them
+        if torch.is_autocast_enabled(kind):  # as for the router itself
             low = torch.get_autocast_dtype(kind)
             rows, weight = rows.to(low), weight.to(low)
             bias = None if bias is None else bias.to(low)
@@ -94,7 +99,7 @@ class RouterLinear:
             return F.linear(rows.float(), weight.float(), None if bias is None else bias.float())
 
     def _unchanged(self) -> bool:
-        """Whether the layer's router is still this one, and nothing was put on its weight."""
+        """Return True if the layer's router is still this one, and its weight a plain parameter."""
         if self.modules.router is not self.router:
             return False
         if self.name and self.router.get_submodule(self.name) is not self.holder:
@@ -104,84 +109,105 @@ class RouterLinear:
 
 
 def _within_rounding(exact: Tensor, rounded: Tensor) -> Tensor:
-    """[rows, classes] bool: whether `rounded` is `exact` in the precision that it came in."""
+    """Return [rows, classes] bool: True where `rounded` is `exact` in its own precision."""
     step = max(torch.finfo(rounded.dtype).eps, 1e-4)  # float32 sums differ by their order
     rounded = rounded.float()
     scale = rounded.abs() + 0.05 * rounded.abs().amax(1, keepdim=True)
     return (exact - rounded).abs() <= step * scale
 
 
-@torch.no_grad()
-def find_scoring(modules: LayerModules, found: Probe, num_experts: int) -> Scoring:
-    """The scoring rule of a layer, from what it did with random rows."""
-
-    def unknown(reason: str) -> Scoring:
-        return Scoring(None, False, reason, num_experts)
-
-    if found.logits is None:
-        return unknown("its router returns no logits")
-    if float(found.logits.float().std(1).max()) == 0:
-        return unknown("its router gives all experts the same logit")
-    judged = found
-    if found.ids.shape[1] == 1 and _constant(found.weights):
-        # one expert with weight 1 is proportional to anything: look at two of them
-        two = _with_two(modules)
-        if two is None:
-            return unknown("one expert per token, always weighted alike, hides the scoring rule")
-        judged = two
-    assert judged.logits is not None
-    rule, expands = find_rule(judged.logits, judged.ids, judged.weights, num_experts)
-    if rule is None:
-        return unknown("its weights are proportional to no known scoring function of its logits")
-    reason = "its weights carry a factor of each expert, so an extra's is unknown"
-    linear = _linear(modules, found)
-    return Scoring(rule, expands, "" if expands else reason, num_experts, found.logits_at, linear)
+def logits_of(output: Any, at: int, rows: int) -> Tensor | None:
+    """Return the tensor [rows, classes] at place `at` of a router's output, None without one."""
+    tensors = output if isinstance(output, (tuple, list)) else (output,)
+    logits = tensors[at] if at < len(tensors) else None
+    if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.dim() < 2:
+        return None
+    flat = logits.reshape(-1, logits.shape[-1])
+    return flat if flat.shape[0] == rows else None
 
 
-def _constant(weights: Tensor) -> bool:
-    return float((weights - weights.flatten()[0]).abs().max()) < 1e-6
+# -- outputs ---------------------------------------------------------------------------------------
 
 
-_TOP_K_NAMES = ("top_k", "num_experts_per_tok", "k", "topk", "moe_top_k")
+class RouterObserver:
+    """Keeps input and output of one layer's router, for the thread that runs it.
 
-
-def _with_two(modules: LayerModules) -> Probe | None:
-    """The same layer, choosing two experts a token, if its router or block can be told to."""
-    for holder in (modules.router, modules.block):
-        for name in _TOP_K_NAMES:
-            former = holder.__dict__.get(name)
-            if former != 1 or isinstance(former, bool):
-                continue
-            setattr(holder, name, 2)
-            try:
-                found = probe(modules)
-                if found.ids.shape[1] == 2:
-                    return found
-            except ValueError:
-                pass
-            finally:
-                setattr(holder, name, former)
-    return None
-
-
-def _linear(modules: LayerModules, found: Probe) -> RouterLinear | None:
-    """The router's weight and bias, where its logits are just that linear map, rounded or not.
-
-    A model that is in float32 now may be moved to half precision while it is attached.
+    Args:
+        modules: of the layer.
+        state: that all layers share.
     """
-    logits, router = found.logits, modules.router
-    assert logits is not None
-    matrices = [
-        (name, module)
-        for name, module in router.named_modules()
-        for p in module.parameters(recurse=False)
-        if p.dim() > 1
-    ]
-    if len(matrices) != 1:  # none, or an adapter's beside it
-        return None
-    name, holder = matrices[0]
-    weight = holder._parameters.get("weight")
-    if weight is None or weight.shape != (logits.shape[1], found.router_input.shape[1]):
-        return None
-    linear = RouterLinear(modules, router, holder, name)
-    return linear if linear.follows(found.router_input, logits) else None
+
+    def __init__(self, modules: LayerModules, state: AttachedState) -> None:
+        self._modules, self._name, self._state = modules, modules.name, state
+        self._patch: Patch | _LastHook | None = None
+        self._method: Any = self  # the router's forward while it is patched
+
+    def ensure(self) -> None:
+        """Observe the router from here on.
+
+        An adapter, a wrapper or a hook may be put on the router at any time, so this is called
+        before every forward that may need scores.
+        """
+        modules = self._modules
+        router = modules.block._modules[modules.router_name]
+        assert router is not None  # found with it
+        if router.__dict__.get("forward") is self._method and not router._forward_hooks:
+            return
+        with self._state.changing:  # once, whatever other threads begin meanwhile
+            if self._state.switch.on and not self._observes():
+                self._observe()
+
+    def undo(self) -> None:
+        """Restore the router."""
+        if self._patch is not None:
+            self._patch.undo()
+        self._patch, self._method = None, self
+
+    def _observes(self) -> bool:
+        """Return True if the output that is kept now is what the block gets."""
+        router, patch = self._modules.router, self._patch
+        if patch is None or patch.module is not router:
+            return False
+        hooks = router._forward_hooks
+        if isinstance(patch, _LastHook):
+            return next(reversed(hooks), None) == patch.key
+        return not hooks and patch_of(router.__dict__.get("forward")) is patch
+
+    def _observe(self) -> None:
+        self.undo()
+        router = self._modules.router
+        if router._forward_hooks:  # they may change what the block gets: be the last of them
+            handle = router.register_forward_hook(self._hook, with_kwargs=True)
+            self._patch = _LastHook(router, handle)
+            return
+        run = partial(self._run, router.forward)
+        self._patch = patch_method(router, self._state.switch, run)
+        self._method = router.__dict__["forward"]
+
+    def _run(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        out, state = run(*args, **kwargs), self._state
+        if state.switch.on:
+            hidden = args[0] if args else first_argument(args, kwargs)
+            state.threads.current.router[self._name] = (hidden, out)
+        return out
+
+    def _hook(self, _: Any, args: Any, *rest: Any) -> None:
+        if len(rest) == 2 and self._state.switch.on:  # else it was removed while the router ran
+            hidden = first_argument(args, rest[0])
+            self._state.threads.current.router[self._name] = (hidden, rest[1])
+
+
+@dataclass(frozen=True, eq=False)
+class _LastHook:
+    """A forward hook on a router that has others."""
+
+    module: nn.Module
+    handle: RemovableHandle
+
+    @property
+    def key(self) -> int:
+        """Key of the hook among the module's."""
+        return self.handle.id
+
+    def undo(self) -> None:
+        self.handle.remove()

@@ -1,19 +1,43 @@
-"""Reading a forward's arguments, under whichever names architectures and versions give them."""
+"""Arguments of a forward, under whichever names architectures and versions give them."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-from paceline.engines.transformers.patching import argument_names
+from torch import Tensor
 
 _CACHES = ("cache", "past_key_values", "cache_params")  # renamed in Transformers 5.2x
 
 
+def argument_names(forward: Callable[..., Any]) -> list[str]:
+    """Return the names of a forward's parameters, in order."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in inspect.signature(forward).parameters.values() if p.kind in kinds]
+
+
+def positional(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return all arguments of a call in order, those passed by name included."""
+    return (*args, *(kwargs[n] for n in names[len(args) :] if n in kwargs)) if kwargs else args
+
+
+def named(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return a call's arguments by name."""
+    return {**dict(zip(names, args, strict=False)), **kwargs} if args else kwargs
+
+
+def first_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the first argument of a call, by name or not."""
+    return args[0] if args else next(iter(kwargs.values()))
+
+
+# -- in the arguments of a model's forward, by name ------------------------------------------------
+
+
 def tokens_of(arguments: dict[str, Any]) -> Tensor | None:
-    """Ids [batch, length] or embeddings [batch, length, hidden] a forward is given, if any.
+    """Return the ids [batch, length] or embeddings [batch, length, hidden] of a forward, if any.
 
     Hidden states are tokens where a mask beside them says which are padding: a part of a model
     that is run on its own (a pipeline stage) gets these.
@@ -29,17 +53,17 @@ def tokens_of(arguments: dict[str, Any]) -> Tensor | None:
 
 
 def is_padding_mask(mask: Any) -> bool:
-    """Whether it is a mask [batch, tokens so far], which can be read whatever the attention."""
+    """Return True for a mask [batch, tokens so far], which any attention implementation takes."""
     return isinstance(mask, Tensor) and mask.dim() == 2
 
 
 def real_rows(mask: Any, batch: int, length: int, past: int | Tensor) -> Tensor:
-    """[batch * length] bool, False for padding, as an attention mask says.
+    """Return [batch * length] bool, False for padding, from an attention mask.
 
     Args:
         mask: [batch, tokens so far] or [batch, 1, length, tokens so far].
         batch: rows of the tokens.
-        length: of each.
+        length: of each row.
         past: tokens that were cached before.
 
     Raises:
@@ -56,16 +80,16 @@ def real_rows(mask: Any, batch: int, length: int, past: int | Tensor) -> Tensor:
             return own.expand(batch, length).reshape(-1)
     shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
     raise ValueError(
-        f"attention_mask {shape} can't be read as padding: allowed is [batch, tokens so far] or "
-        "[batch, 1, length, tokens so far]."
+        "attention_mask must be [batch, tokens so far] or [batch, 1, length, tokens so far] for "
+        f"padding to be read from it, got {shape}."
     )
 
 
 def positions_of(arguments: dict[str, Any]) -> Tensor | None:
-    """[batch or 1, length] positions in the text that a forward is given, if any.
+    """Return the [batch or 1, length] positions in the text that a forward is given, if any.
 
     Models that read images take [4, batch, length]: the first are those of the text, the others
-    time, height and width; with three of these alone, nothing is said of the text.
+    time, height and width. Three of these alone don't give positions in the text.
     """
     positions = arguments.get("position_ids")
     if not isinstance(positions, Tensor):
@@ -76,12 +100,16 @@ def positions_of(arguments: dict[str, Any]) -> Tensor | None:
 
 
 def cache_of(arguments: dict[str, Any]) -> Any:
-    """The cache a forward is given, None without one."""
-    return next((c for name in _CACHES if (c := arguments.get(name)) is not None), None)
+    """Return the cache that a forward is given, None without one."""
+    for name in _CACHES:
+        cache = arguments.get(name)
+        if cache is not None:
+            return cache
+    return None
 
 
 def cached_tokens(arguments: dict[str, Any]) -> int | Tensor:
-    """Tokens in a forward's cache; where a device counts them, no host waits for it."""
+    """Return the number of tokens in a forward's cache; a tensor where a device counts them."""
     cache = cache_of(arguments)
     if not hasattr(cache, "get_seq_length"):
         return 0
@@ -90,8 +118,3 @@ def cached_tokens(arguments: dict[str, Any]) -> int | Tensor:
     except ValueError:  # a cache of linear attention layers alone counts no tokens
         return int(bool(getattr(cache, "has_previous_state", lambda: False)()))
     return length.clone() if isinstance(length, Tensor) else int(length)
-
-
-def parameter_names(module: nn.Module) -> list[str]:
-    """Names of a module's forward parameters, in order."""
-    return argument_names(module.forward)

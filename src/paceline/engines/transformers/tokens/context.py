@@ -1,13 +1,12 @@
-"""What a forward of the model says of its tokens: padding, position, request, device, modality.
+"""Tokens of a running forward: padding, position, request, device and modality of each.
 
-MoE layers see flattened rows. What stands in for the model's forward keeps its arguments;
-what the policy needs is derived from them at most once a forward, and only when a layer asks.
+MoE layers see flattened rows. The patch of the model's forward keeps its arguments; what the policy
+needs is derived from them at most once per forward, and only when a layer asks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,24 +21,14 @@ from paceline.engines.transformers.tokens.arguments import (
 )
 from paceline.engines.transformers.tokens.generation import Generation
 from paceline.engines.transformers.tokens.labels import NO_LABELS, UserLabels
-from paceline.engines.transformers.tokens.modality import modality_of, told_apart, tower_modality
-from paceline.engines.transformers.tokens.row_flags import both, known_to_be_all, subset_of
+from paceline.engines.transformers.tokens.modality import (
+    by_modality,
+    read_modality,
+    rows_of_modality,
+    tower_modality,
+)
 from paceline.facts import Facts
-
-_T = TypeVar("_T")
-
-
-def _once(method: Callable[[ForwardContext], _T]) -> _T:
-    """A property computed when first asked for (functools.cached_property locks: a graph break)."""
-    name = method.__name__
-
-    def value(self: ForwardContext) -> Any:
-        if name not in self._known:
-            self._known[name] = method(self)
-        return self._known[name]
-
-    # what a type checker sees is the value, as with any property
-    return cast(_T, property(value, doc=method.__doc__))
+from paceline.routing.lazy import lazy
 
 
 class ForwardContext:
@@ -48,19 +37,18 @@ class ForwardContext:
     Args:
         arguments: of the forward, by name.
         config: of the model that runs, for its modality token ids.
-        labels: what the user says of tokens.
+        labels: of tokens, from the user.
         generation: the `generate` that runs the forward, None outside one.
-        counts_past: whether anybody will ask what was cached before; a mask that needs it does.
+        counts_past: whether `past_length` is needed; a 4-d mask needs it anyway.
 
     Attributes:
         arguments: of the forward, by name.
-        inner_calls: forwards inside this one so far, by module.
         tokens: ids [batch, length] or embeddings [batch, length, hidden], None where the forward
             doesn't tell.
         shape: (batch, length) of the tokens, None without them.
         rows: batch * length, None without tokens.
-        step: number of the forward, a 0-d tensor, where anybody counts.
-        rules: in force for this forward, one a layer.
+        step: number of the forward, a 0-d tensor while a policy asks for it.
+        rules: in force for this forward, one per layer.
         watchers: of this forward, with the facts that they ask for.
     """
 
@@ -74,9 +62,8 @@ class ForwardContext:
     ) -> None:
         self.arguments, self._config, self._labels = arguments, config, labels
         self._generation, self._counts_past = generation, counts_past
-        self._known: dict[str, Any] = {}
         self._around: dict[str, Any] = {}
-        self.inner_calls: dict[int, int] = {}
+        self._inner_calls: dict[int, int] = {}
         self.step: Tensor | int = 0
         self.rules: tuple[Any, ...] = ()
         self.watchers: tuple[tuple[Any, Facts], ...] = ()
@@ -91,31 +78,74 @@ class ForwardContext:
         if counts_past or (mask is not None and not is_padding_mask(mask)):
             self._past = cached_tokens(arguments)  # read now: the forward adds to the cache
 
-    def inside(self, arguments: dict[str, Any], config: Any) -> ForwardContext:
-        """The context of a forward inside this one, see `nested`."""
-        config = self._config if config is None else config
-        inner = ForwardContext(arguments, config, self._labels, self._generation, self._counts_past)
+    # -- forwards inside this one -----------------------------------------------------------------
+
+    def inside(self, arguments: dict[str, Any], config: Any, module: int | None) -> ForwardContext:
+        """Return the context of a forward inside this one: this one, if that has the same tokens.
+
+        A language model inside another model mostly gets the same tokens in another form. But a
+        module may run it twice, on other tokens or under another mask.
+
+        Args:
+            arguments: of the inner forward.
+            config: of the inner module, None without one.
+            module: a number of its own for each inner module that takes tokens; None: it takes
+                none, so that its arguments are all there is.
+        """
+        own = arguments if module is None else self._arguments_inside(arguments, module)
+        if own is None:
+            return self
+        if own is not arguments or config is None:
+            config = self._config
+        inner = ForwardContext(own, config, self._labels, self._generation, self._counts_past)
         inner.step, inner.rules, inner.watchers = self.step, self.rules, self.watchers
         inner._around = self.arguments
         return inner
 
-    # -- what is said of the tokens ---------------------------------------------------------------
+    def _arguments_inside(self, arguments: dict[str, Any], module: int) -> dict[str, Any] | None:
+        """Return the arguments that describe an inner forward's tokens, None if these here do."""
+        calls = self._inner_calls.get(module, 0)
+        self._inner_calls[module] = calls + 1
+        tokens, mask = tokens_of(arguments), arguments.get("attention_mask")
+        own = self.arguments.get("attention_mask")
+        if self.tokens is None:
+            return arguments
+        if tokens is self.tokens and mask is own:
+            return None
+        if tokens is None or self.shape is None:
+            return None
+        if tokens.shape[:2] != self.shape:
+            return arguments
+        if not tokens.is_floating_point() and not _same_ids(self.tokens, tokens):
+            return arguments
+        if is_padding_mask(mask):
+            if mask is own:
+                return None
+            passed = {name: value for name, value in arguments.items() if value is not None}
+            return {**self.arguments, **passed}
+        if calls == 0 or tokens is self.tokens:
+            return None
+        # the same module once more, on embeddings of its own: only its own arguments count now
+        known = mask is not None or own is None
+        return arguments if known else {}
+
+    # -- properties of the tokens -----------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
-        """Where the tokens are."""
+        """Device of the tokens."""
         return torch.device("cpu") if self.tokens is None else self.tokens.device
 
     @property
     def is_masked(self) -> bool:
-        """Whether the forward was given a mask of any kind, readable or not."""
+        """True if the forward was given a mask of any kind, readable or not."""
         return any(value is not None for name, value in self.arguments.items() if "mask" in name)
 
     @property
     def _ends(self) -> Tensor | None:
-        """[requests] where each sequence packed into the one row ends, None for a usual batch.
+        """[requests] end of each sequence packed into the one row, None for a usual batch.
 
-        Continuous batching packs so, and fills the row up with fabricated tokens.
+        Continuous batching packs this way, and fills the row up with fabricated tokens.
         """
         starts = self.arguments.get("cu_seq_lens_q")
         packed = isinstance(starts, Tensor) and self.shape is not None and self.shape[0] == 1
@@ -123,10 +153,10 @@ class ForwardContext:
 
     @property
     def _restarts(self) -> Tensor | None:
-        """[batch, length] bool: where another sequence of the same row starts; None: none can.
+        """[batch, length] bool, True where another sequence of a row starts; None: none can.
 
         Sequences packed into one row without a mask or a cache are told apart by their positions
-        alone: Transformers' own masks say so (`find_packed_sequence_indices`).
+        alone, as Transformers' own masks do (`find_packed_sequence_indices`).
         """
         positions, mask = positions_of(self.arguments), self.arguments.get("attention_mask")
         if self.shape is None or mask is not None or cache_of(self.arguments) is not None:
@@ -144,51 +174,50 @@ class ForwardContext:
             return len(self._ends)
         if self.shape is None:
             return 0
-        told_apart = self._restarts is not None or self._labels.request is not None
-        request = self.request if told_apart and self.device.type == "cpu" else None
+        packed = self._restarts is not None or self._labels.request is not None
+        request = self.request if packed and self.device.type == "cpu" else None
         return self.shape[0] if request is None else len(torch.unique(request))
 
-    @_once
+    @lazy
     def valid(self) -> Tensor | None:
-        """[rows] bool, False for what is no token: padding, a sequence that has ended; None: all.
+        """[rows] bool, False for padding and for sequences that have ended; None: all are tokens.
 
         Raises:
             ValueError: if the mask can't be read, or the user's labels don't fit this batch.
         """
         if self.shape is None:
             return None
-        valid = self._unpadded()
-        if self._labels.valid is not None:
-            valid = both(valid, self._labels.of("valid", *self.shape, self.device))
+        batch, length = self.shape
+        valid, mask, ends = None, self.arguments.get("attention_mask"), self._ends
+        if ends is not None:
+            valid = torch.arange(length, device=self.device) < ends[-1]
+        elif mask is not None:
+            if isinstance(mask, dict):  # by kind of attention
+                mask = mask.get("full_attention", next(iter(mask.values()), None))
+            valid = None if mask is None else real_rows(mask, batch, length, self._past)
+        labels = self._labels.valid
+        if labels is not None:
+            valid = _both(valid, self._labels.of("valid", batch, length, self.device))
         ended = None if self._generation is None else self._generation.ended
-        if ended is not None and ended.shape[0] == self.shape[0]:
+        if ended is not None and ended.shape[0] == batch:
             running = (~ended).to(self.device)
-            if self.shape[1] > 1:
-                running = running.repeat_interleave(self.shape[1])
-            valid = both(valid, running)
-        return None if valid is None or known_to_be_all(valid) else valid
+            valid = _both(valid, running if length == 1 else running.repeat_interleave(length))
+        if valid is None or not valid.is_cpu or torch.compiler.is_compiling():
+            return valid
+        # looking is no wait here: layers needn't see flags that are all True
+        return None if type(valid) is Tensor and bool(valid.all()) else valid
 
-    def _unpadded(self) -> Tensor | None:
-        """[rows] bool, False for padding, as the forward's arguments say; None: no padding."""
-        assert self.shape is not None
-        if self._ends is not None:
-            return torch.arange(self.shape[1], device=self.device) < self._ends[-1]
-        mask = self.arguments.get("attention_mask")
-        if isinstance(mask, dict):  # by kind of attention
-            mask = mask.get("full_attention", next(iter(mask.values()), None))
-        return None if mask is None else real_rows(mask, *self.shape, self._past)
-
-    @_once
+    @lazy
     def past_length(self) -> int:
-        """Tokens that were cached before this forward."""
+        """Number of tokens that were cached before this forward."""
         return int(self._past)
 
     @property
     def is_decode(self) -> bool:
-        """Whether the host knows that every sequence has reached generation.
+        """True if the host knows that every sequence has reached generation.
 
-        `generate` knows. Elsewhere whatever comes behind cached tokens is taken for generated, one
-        token or several (guesses to be verified); a prompt in parts is told by `token_decode`.
+        `generate` knows. Elsewhere whatever comes behind cached tokens counts as generated, one
+        token or several (guesses to be verified); for a prompt in parts there is `token_decode`.
         """
         if self._labels.decode is not None:
             return False  # the user knows, token by token
@@ -200,14 +229,14 @@ class ForwardContext:
             return self._generation.decoding
         return self.past_length > 0
 
-    @_once
+    @lazy
     def decode(self) -> Tensor | None:
         """[rows] bool, True for a token of a sequence that has reached generation; None: none."""
         if self.shape is None or self.rows is None:
             return None
-        said = self._labels.of("decode", *self.shape, self.device)
-        if said is not None:
-            return said
+        labels = self._labels.of("decode", *self.shape, self.device)
+        if labels is not None:
+            return labels
         if self._ends is not None and self.request is not None and self.position is not None:
             lengths = torch.diff(self._ends, prepend=self._ends.new_zeros(1))
             last = len(lengths) - 1
@@ -216,7 +245,7 @@ class ForwardContext:
             return None
         return torch.ones(self.rows, dtype=torch.bool, device=self.device)
 
-    @_once
+    @lazy
     def position(self) -> Tensor | None:
         """[rows] int64 position of each token among the real tokens of its sequence."""
         if self.shape is None:
@@ -235,14 +264,14 @@ class ForwardContext:
         row = torch.arange(length, device=self.device) + self.past_length
         return row.expand(batch, length).reshape(-1)
 
-    @_once
+    @lazy
     def request(self) -> Tensor | None:
-        """[rows] int64: the row of the batch, or the sequence packed into it, is the request."""
+        """[rows] int64 request of each token: its row of the batch, or its sequence in a row."""
         if self.shape is None:
             return None
-        said = self._labels.of("request", *self.shape, self.device)
-        if said is not None:
-            return said.long()
+        labels = self._labels.of("request", *self.shape, self.device)
+        if labels is not None:
+            return labels.long()
         if self._ends is not None:
             return self._packed
         batch, length = self.shape
@@ -254,30 +283,30 @@ class ForwardContext:
 
     @property
     def _packed(self) -> Tensor:
-        """[rows] which sequence of a packed row each token belongs to."""
+        """[rows] index of the sequence in a packed row that each token belongs to."""
         assert self._ends is not None
         assert self.shape is not None
         row = torch.arange(self.shape[1], device=self.device, dtype=self._ends.dtype)
         return torch.searchsorted(self._ends, row, right=True)
 
-    @_once
+    @lazy
     def modality(self) -> dict[str, Tensor] | None:
         """Name -> [rows] bool for image, video and audio; empty: all is text; None: unknown."""
         if self.shape is None:
             return {}
-        said = self._labels.of("modality", *self.shape, self.device)
-        if said is not None:
-            return told_apart(said)
+        labels = self._labels.of("modality", *self.shape, self.device)
+        if labels is not None:
+            return by_modality(labels)
         decoding = self._generation is not None and self._generation.decoding
-        return modality_of(self.arguments, self._config, decoding)
+        return read_modality(self.arguments, self._config, decoding)
 
     @property
     def tower(self) -> str | None:
-        """The modality that alone is read here: a tower's forward has no tokens of a text."""
+        """The one modality that a tower's forward reads, which has no text; None: not a tower's."""
         return tower_modality(self.arguments, self._around)
 
     def source(self, num_devices: int) -> Tensor | None:
-        """[rows] int64 device on which each token lives; None: nobody says.
+        """Return [rows] int64, the device on which each token lives; None if unknown.
 
         Raises:
             ValueError: if the user's token_source doesn't fit this batch.
@@ -293,7 +322,7 @@ class ForwardContext:
     # -- layers that see other rows ---------------------------------------------------------------
 
     def rows_of(self, per_token: Tensor | None, rows: int, layer: str) -> Any:
-        """Values [batch * length], of the rows that a layer sees.
+        """Return values [batch * length] of the rows that a layer sees.
 
         Args:
             per_token: [batch * length] values, or None.
@@ -305,19 +334,35 @@ class ForwardContext:
         """
         if per_token is None or per_token.shape[0] == rows:
             return per_token
-        index = subset_of(self.modality, rows, layer)
+        index = rows_of_modality(self.modality, rows, layer)
         if index is not None:
             return per_token[index]
         if per_token.dtype is torch.bool and bool(per_token.all()):
             return None  # no padding anywhere, so none here
         raise RuntimeError(
-            f"layer {layer} sees {rows} rows of a batch of {list(self.shape or ())} tokens, and "
-            "which tokens they are is unknown: allowed is a batch without padding, or no policy."
+            f"layer {layer} sees {rows} rows of a batch of {list(self.shape or ())} tokens, and it "
+            "is unknown which tokens these are: give a batch without padding, or no policy."
         )
 
     def modality_of(self, rows: int, layer: str) -> dict[str, Tensor] | None:
-        """`modality`, of the rows that a layer sees; see `rows_of`."""
+        """Return `modality` of the rows that a layer sees; raises like `rows_of`."""
         if self.rows is None and self.tower is not None:
             return {self.tower: torch.ones(rows, dtype=torch.bool, device=self.device)}
         found = self.modality
         return found and {m: self.rows_of(t, rows, layer) for m, t in found.items()}
+
+
+def _same_ids(own: Tensor, ids: Tensor) -> bool:
+    """Return True if `ids` are the outer forward's, themselves or a view of them."""
+    if ids is own:
+        return True
+    if own.is_floating_point() or torch.compiler.is_compiling():
+        return False
+    return ids.data_ptr() == own.data_ptr() and ids.stride() == own.stride()
+
+
+def _both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Return the flags that are True in both; None is True everywhere."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one & other

@@ -1,8 +1,9 @@
-"""What `generate` knows and its forwards don't say: who has ended, and whether the prompt is over.
+"""State of a running `generate`: which sequences have ended, and whether the prompt is over.
 
-Transformers feeds a sequence that has ended with padding until the last one ends, under a mask that
-calls it real; and it verifies guessed tokens in steps of several, which look like a prompt. Both
-are told by what `generate` asks on its way: its stopping criteria, after every step.
+Forwards don't tell either. Transformers feeds a sequence that has ended with padding until the last
+one ends, under a mask that calls it real; and it verifies guessed tokens in steps of several, which
+look like a prompt. Patched methods that `generate` calls on its way, its stopping criteria after
+every step among them, do tell.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from transformers.generation import StoppingCriteriaList
 
-from paceline.engines.transformers.patching import StandIn, Switch, stand_in
+from paceline.engines.transformers.patching import Patch, Switch, patch_method
 
 
 class Generation:
@@ -29,10 +30,10 @@ class Generation:
         self.decoding = decoding
         self.ended: Tensor | None = None
 
-    def chose(self, done: Tensor) -> None:
-        """A token was chosen for every row; `done` [batch] bool are those that end with it."""
+    def add_step(self, done: Tensor) -> None:
+        """Note that a token was chosen for every row; `done` [batch] bool end with it."""
         self.decoding = True
-        # with beams there are more candidates than rows, and who has ended is said right after
+        # with beams there are more candidates than rows, and `ended` is set right after
         if self.ended is None or self.ended.shape != done.shape:
             self.ended = done
         else:
@@ -40,57 +41,57 @@ class Generation:
 
 
 class Owner(Protocol):
-    """What a model's stand-ins share."""
+    """State that the patches of a model share."""
 
     switch: Switch
 
     @property
-    def here(self) -> Any:
-        """What is running in the calling thread, its `generation` among it."""
+    def thread(self) -> Any:
+        """State of the calling thread, its `generation` among it."""
 
     def prompt_alone(self) -> bool:
-        """Whether a prompt must be processed alone, without guessed tokens behind it."""
+        """Return True if a prompt must be processed without guessed tokens behind it."""
 
 
-class GenerationWatch:
-    """Stands in for the methods of a model that its `generate` goes through.
+class GenerationPatches:
+    """Patches of the methods that a model's `generate` calls.
 
     Args:
-        owner: is told of the running `generate`, thread by thread.
+        owner: keeps the running `generate` of each thread.
     """
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
 
-    def follow(self, module: nn.Module) -> list[StandIn]:
-        """Know of a model's `generate` calls; one that can't generate is left alone."""
-        doubles: dict[str, Callable[..., Any]] = {
+    def patch(self, module: nn.Module) -> list[Patch]:
+        """Patch a module that can generate; any other one is left alone."""
+        methods: dict[str, Callable[..., Any]] = {
             "generate": self._generate,
             "_get_stopping_criteria": self._stopping_criteria,
-            "_beam_search_has_unfinished_sequences": self._beams_left,
+            "_beam_search_has_unfinished_sequences": self._unfinished_beams,
             "_get_candidate_generator": self._candidate_generator,
         }
-        if not all(hasattr(module, name) for name in doubles):
+        if not all(hasattr(module, name) for name in methods):
             return []
         return [
-            stand_in(module, self._owner.switch, partial(double, getattr(module, name)), name)
-            for name, double in doubles.items()
+            patch_method(module, self._owner.switch, partial(method, getattr(module, name)), name)
+            for name, method in methods.items()
         ]
 
     def _generate(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        outer = self._owner.here.generation
+        outer = self._owner.thread.generation
         # a model that guesses for itself (early exit) is decoding when it does
-        self._owner.here.generation = Generation(decoding=outer is not None and outer.decoding)
+        self._owner.thread.generation = Generation(decoding=outer is not None and outer.decoding)
         try:
             return run(*args, **kwargs)
         finally:
-            self._owner.here.generation = outer
+            self._owner.thread.generation = outer
 
     def _stopping_criteria(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        criteria, generation = run(*args, **kwargs), self._owner.here.generation
-        return criteria if generation is None else _Followed(criteria, generation)
+        criteria, generation = run(*args, **kwargs), self._owner.thread.generation
+        return criteria if generation is None else _ObservedCriteria(criteria, generation)
 
-    def _beams_left(
+    def _unfinished_beams(
         self,
         run: Callable[..., Any],
         improvable: Tensor,
@@ -98,16 +99,16 @@ class GenerationWatch:
         hits: Tensor,
         early_stopping: Any,
     ) -> Any:
-        """A prompt's beams have ended where nothing that they may still find would be taken.
+        """Mark a prompt's beams as ended once nothing that they may still find would be taken.
 
         Args:
-            run: the model's own.
+            run: the model's own method.
             improvable: [batch, 1] bool: a running beam may still beat the finished ones.
             sent_finished: [batch, beams] bool: a finished sequence was found.
             hits: [batch, candidates] bool: the candidate ends here.
             early_stopping: whether enough finished sequences are the end.
         """
-        generation = self._owner.here.generation
+        generation = self._owner.thread.generation
         if generation is not None:
             enough = sent_finished.all(1) if early_stopping is True else hits.all(1)
             ended = ~improvable[:, 0] | enough | hits.all(1)
@@ -120,12 +121,12 @@ class GenerationWatch:
         # next step brings as many. One that needs the model's own output can't guess before it.
         needs_output = getattr(guesser, "requires_model_outputs", False)
         if self._owner.switch.on and self._owner.prompt_alone() and not needs_output:
-            guesser.get_candidates = _FirstNothing(guesser)
+            guesser.get_candidates = _DiscardFirstGuess(guesser)
         return guesser
 
 
-class _Followed(StoppingCriteriaList):  # type: ignore[misc]
-    """Stopping criteria that tell a generation what they answer."""
+class _ObservedCriteria(StoppingCriteriaList):  # type: ignore[misc]
+    """Stopping criteria that pass their results on to a `Generation`."""
 
     def __init__(self, criteria: StoppingCriteriaList, generation: Generation) -> None:
         super().__init__(criteria)
@@ -133,12 +134,12 @@ class _Followed(StoppingCriteriaList):  # type: ignore[misc]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         done = super().__call__(*args, **kwargs)
-        self._generation.chose(done)
+        self._generation.add_step(done)
         return done
 
 
-class _FirstNothing:
-    """Throws away what is guessed the first time, as if the model had rejected it all."""
+class _DiscardFirstGuess:
+    """A guesser's method that discards its first guess, as if the model had rejected it all."""
 
     def __init__(self, guesser: Any) -> None:
         self._guesser, self._guess = guesser, guesser.get_candidates

@@ -1,4 +1,4 @@
-"""What a user says of the tokens of a batch, where the forward doesn't: labels of the tokens."""
+"""Labels of tokens that a user gives where the forward doesn't tell."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TokenSource: TypeAlias = "Literal['sequence'] | TokenLabels"
 
 @dataclass(frozen=True, eq=False)
 class UserLabels:
-    """What the user says of tokens; None where the forward is to tell.
+    """Labels of tokens from the user; None where the forward is to tell.
 
     Attributes:
         source: device on which a token lives; "sequence": row i of a batch of B lives on device
@@ -36,48 +36,45 @@ class UserLabels:
 
     def __post_init__(self) -> None:
         for name in ("source", "valid", "request", "decode", "modality"):
-            given: Any = getattr(self, name)
-            if given is None or isinstance(given, Tensor) or callable(given):
+            labels: Any = getattr(self, name)
+            if labels is None or isinstance(labels, Tensor) or callable(labels):
                 continue
-            if name == "source" and given == "sequence":
+            if name == "source" and labels == "sequence":
                 continue
             strings = '"sequence", ' if name == "source" else ""
             raise ValueError(
-                f"token_{name}={given!r} is not allowed: it is None, {strings}a tensor or a "
-                "function of (batch, length, device)."
+                f"token_{name} must be None, {strings}a tensor or a function of (batch, length, "
+                f"device), got {labels!r}."
             )
 
     def of(self, name: str, batch: int, length: int, device: torch.device) -> Tensor | None:
-        """[batch * length] labels of a batch, None where the user gave none.
+        """Return [batch * length] labels of a batch, None where the user gave none.
 
         Raises:
-            ValueError: if what the user gave doesn't fit this batch.
+            ValueError: if the user's labels don't fit this batch.
         """
-        given: Any = getattr(self, name)
-        if given is None:
+        source: Any = getattr(self, name)
+        if source is None:
             return None
-        labels = given(batch, length, device) if callable(given) else given
+        labels = source(batch, length, device) if callable(source) else source
+        shapes = f"[{batch}] or [{batch}, {length}]"
         if not isinstance(labels, Tensor):
             raise ValueError(
-                f"token_{name} gave a {type(labels).__name__}: allowed is a tensor of shape "
-                f"[{batch}] or [{batch}, {length}]."
+                f"token_{name} must give a tensor of shape {shapes}, got a {type(labels).__name__}."
             )
-        wants_bool = name in ("valid", "decode")
-        if labels.is_floating_point() or (labels.dtype is torch.bool) != wants_bool:
-            allowed = "bool" if wants_bool else "an integer dtype"
-            raise ValueError(f"token_{name} has dtype {labels.dtype}: allowed is {allowed}.")
+        is_flag = name in ("valid", "decode")
+        if labels.is_floating_point() or (labels.dtype is torch.bool) != is_flag:
+            allowed = "bool" if is_flag else "an integer dtype"
+            raise ValueError(f"token_{name} must have dtype {allowed}, got {labels.dtype}.")
         labels = labels.to(device)
-        # [batch] comes first: with one token a sequence the two are the same
+        # [batch] comes first: with one token per sequence the two are the same
         if labels.shape == (batch,):
             return labels.repeat_interleave(length)
         if labels.shape == (batch, length):
             return labels.reshape(-1)
         if labels.numel() == batch * length and 1 in (batch, labels.dim()):
             return labels.reshape(-1)  # a layer run outside the model's forward sees one row
-        raise ValueError(
-            f"token_{name} has shape {list(labels.shape)}: allowed is [{batch}] or "
-            f"[{batch}, {length}]."
-        )
+        raise ValueError(f"token_{name} must have shape {shapes}, got {list(labels.shape)}.")
 
 
 NO_LABELS = UserLabels()

@@ -1,19 +1,26 @@
-"""Which tokens of a forward are of an image, a video or a sound, and when nobody can tell."""
+"""Modalities of a forward's tokens: text, image, video or audio, and when they are unknown."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from paceline.engines.transformers.tokens.arguments import is_padding_mask, tokens_of
+from paceline.engines.rules import ALL_MODALITIES
+from paceline.engines.transformers.tokens.arguments import (
+    argument_names,
+    is_padding_mask,
+    tokens_of,
+)
 
 MODALITY_OF_TYPE = {"image": 1, "video": 2, "audio": 3}
 """Values of Transformers' mm_token_type_ids; 0 is text."""
 
 _TOKEN_TYPES = ("mm_token_type_ids", "moe_mm_token_type_ids")
 _IDS_BESIDE = "talker_input_ids"
-"""What embeddings were made of: Qwen3-Omni's talker is given the thinker's, these ids beside."""
+"""Ids that embeddings were made of: Qwen3-Omni's talker gets the thinker's embeddings with them."""
 _TOWERS = {
     "pixel_values_videos": "video",
     "pixel_values": "image",
@@ -22,8 +29,8 @@ _TOWERS = {
 }
 
 
-def modality_tokens(config: Any) -> dict[str, int]:
-    """Modality -> id of the placeholder token that a config names for it."""
+def placeholder_tokens(config: Any) -> dict[str, int]:
+    """Return the id of the placeholder token that a config names for each modality."""
     found = {}
     parts = [config, getattr(config, "thinker_config", None)]
     for modality in MODALITY_OF_TYPE:
@@ -35,18 +42,27 @@ def modality_tokens(config: Any) -> dict[str, int]:
     return found
 
 
-def told_apart(types: Tensor) -> dict[str, Tensor]:
-    """Name -> [rows] bool of every modality, from codes [rows] as in MODALITY_OF_TYPE."""
+def known_modalities(model: nn.Module) -> frozenset[str]:
+    """Return the modalities that a model's forward tells apart; none if it reads text alone."""
+    if any("token_type_ids" in name for name in argument_names(model.forward)):
+        return ALL_MODALITIES
+    return frozenset(placeholder_tokens(getattr(model, "config", None)))
+
+
+def by_modality(types: Tensor) -> dict[str, Tensor]:
+    """Return a [rows] bool per modality, from codes [rows] as in MODALITY_OF_TYPE."""
     return {modality: types == value for modality, value in MODALITY_OF_TYPE.items()}
 
 
-def modality_of(arguments: dict[str, Any], config: Any, decoding: bool) -> dict[str, Tensor] | None:
-    """What a forward's arguments say of its tokens.
+def read_modality(
+    arguments: dict[str, Any], config: Any, decoding: bool
+) -> dict[str, Tensor] | None:
+    """Return the modality of each token, from a forward's arguments.
 
     Args:
         arguments: of the forward, by name.
         config: of the model that runs, for its placeholder tokens.
-        decoding: whether it is known that all tokens are generated, and so text.
+        decoding: whether all tokens are known to be generated, and so text.
 
     Returns:
         Name -> [batch * length] bool for image, video and audio; empty where everything is text;
@@ -59,10 +75,10 @@ def modality_of(arguments: dict[str, Any], config: Any, decoding: bool) -> dict[
     lengths = (length, mask.shape[1]) if is_padding_mask(mask) else (length,)  # type: ignore[union-attr]
     for name in _TOKEN_TYPES:
         types = arguments.get(name)
-        # a prompt's types that decode steps still carry say nothing of the new token
+        # a decode step may still be given the types of its prompt, which are not its token's
         if isinstance(types, Tensor) and types.dim() == 2 and types.shape[1] in lengths:
-            return told_apart(types[:, -length:].reshape(-1))
-    placeholders = modality_tokens(config)
+            return by_modality(types[:, -length:].reshape(-1))
+    placeholders = placeholder_tokens(config)
     ids = arguments.get(_IDS_BESIDE) if tokens.is_floating_point() else tokens
     if isinstance(ids, Tensor) and ids.shape == tokens.shape[:2]:
         return {m: ids.reshape(-1) == token for m, token in placeholders.items()}
@@ -70,11 +86,11 @@ def modality_of(arguments: dict[str, Any], config: Any, decoding: bool) -> dict[
 
 
 def tower_modality(arguments: dict[str, Any], around: dict[str, Any]) -> str | None:
-    """What a tower's forward reads, which has no tokens of a text; None: it is no tower's.
+    """Return the modality that a tower's forward reads, None if it isn't a tower's.
 
     Args:
         arguments: of the forward, by name.
-        around: of the model's forward: a tower that reads pictures may be given videos as such.
+        around: of the model's forward: a tower that reads images may be given videos as such.
     """
     if tokens_of(arguments) is not None:
         return None
@@ -83,4 +99,26 @@ def tower_modality(arguments: dict[str, Any], around: dict[str, Any]) -> str | N
         if read is not None:
             known = (m for n, m in _TOWERS.items() if around.get(n) is read)
             return next(known, modality)
+    return None
+
+
+def rows_of_modality(modality: Mapping[str, Tensor] | None, rows: int, layer: str) -> Tensor | None:
+    """Return [rows] indices into the batch for a layer that sees only text, or only other, tokens.
+
+    Args:
+        modality: name -> [batch * length] bool; empty: all is text; None: unknown.
+        rows: that the layer sees.
+        layer: its name.
+
+    Returns:
+        None where no such subset has that many rows.
+    """
+    if not modality:
+        return None
+    other = torch.stack(list(modality.values())).any(0)
+    named_other = any(word in layer for word in ("vision", "image", "visual"))
+    for members in (other, ~other) if named_other else (~other, other):
+        index = members.nonzero().flatten()
+        if len(index) == rows:
+            return index
     return None

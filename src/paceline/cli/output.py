@@ -1,0 +1,210 @@
+"""Output of the verbs: results as JSON or tables, progress, and expected errors as one sentence."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import typer
+
+from paceline.progress import Progress
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+BAD_INPUT = 2
+_EVERY = 10.0  # seconds between two plain lines of progress
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def sentence(error: BaseException) -> str:
+    """Return an expected error as one line."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def guarded(verb: Callable[P, R]) -> Callable[P, R]:
+    """Turn expected errors of a verb into one sentence on stderr and exit code 2.
+
+    Bad input raises ValueError, OSError or, for a missing optional library, ImportError. Anything
+    else is a defect and keeps its traceback; PACELINE_TRACEBACK=1 keeps it for all errors.
+    """
+
+    @wraps(verb)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        # a verb runs one user's own text: nobody else shares its batches
+        warnings.filterwarnings("ignore", message=".*share one budget")
+        warnings.filterwarnings("ignore", message=".*never applied")  # the printed verdict says so
+        try:
+            return verb(*args, **kwargs)
+        except BrokenPipeError:  # the reader of a pipe has gone
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(1) from None
+        except (ValueError, OSError, ImportError) as error:
+            if os.environ.get("PACELINE_TRACEBACK"):
+                raise
+            typer.echo(f"paceline: {sentence(error)}", err=True)
+            raise typer.Exit(BAD_INPUT) from None
+
+    return run
+
+
+def check_writable(*files: Path | None) -> None:
+    """Check before a long run that its results can be written.
+
+    Raises:
+        ValueError: naming the file, and why it can't be written.
+    """
+    for file in files:
+        if file is None:
+            continue
+        if not file.absolute().parent.is_dir():
+            raise ValueError(f"{file} can't be written: there is no folder {file.parent}.")
+        if file.is_dir():
+            raise ValueError(f"{file} can't be written: it is a folder.")
+        if not os.access(file.absolute().parent, os.W_OK):
+            raise ValueError(f"{file} can't be written: permission denied for its folder.")
+
+
+def check_folder(out: Path | None) -> None:
+    """Check that `--out` can be a folder.
+
+    Raises:
+        ValueError: if it is a file.
+    """
+    if out is not None and out.exists() and not out.is_dir():
+        raise ValueError(f"--out must be a folder, got the file {out}.")
+
+
+def check_at_least(least: int, **options: int | None) -> None:
+    """Check options that count something.
+
+    Raises:
+        ValueError: naming the first option below `least`.
+    """
+    for name, value in options.items():
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}.")
+
+
+# -- results ---------------------------------------------------------------------------------------
+
+
+def emit(result: Any, as_json: bool, show: Callable[[Any], None]) -> None:
+    """Print a result: as JSON and nothing else, or by `show`."""
+    if as_json:
+        from paceline.files import to_json
+
+        typer.echo(to_json(result.to_dict() if hasattr(result, "to_dict") else result), nl=False)
+    else:
+        show(result)
+
+
+def command_line() -> str:
+    """Return the command that runs, for results to keep."""
+    return shlex.join(["paceline", *sys.argv[1:]])
+
+
+def run_facts() -> dict[str, Any]:
+    """Return when, how and where a result is made; seconds are left to the caller."""
+    from paceline.system_info import system_info
+
+    return {
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": command_line(),
+        **system_info(),
+        "seconds": None,
+    }
+
+
+def table(title: str, first: str, *numbers: str, fold: bool = False) -> Table:
+    """Return an empty table: a first column of names, which may fold, and columns of numbers."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(
+        title=title, title_justify="left", box=box.SIMPLE, pad_edge=False, collapse_padding=True
+    )
+    made.add_column(first, no_wrap=not fold, overflow="fold" if fold else "ellipsis")
+    for name in numbers:
+        made.add_column(name, justify="right")
+    return made
+
+
+def console() -> Console:
+    """Return the terminal to print tables on."""
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def print_lines(lines: Iterable[str], written: Iterable[Path | str | None] = ()) -> None:
+    """Print sentences, wrapped at the terminal's width, and the files that were written."""
+    out = console()
+    for line in lines:
+        out.print(line, markup=False)
+    for path in written:
+        if path is not None:
+            typer.echo(f"Written: {path}")
+
+
+# -- progress --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def progress(quiet: bool = False) -> Iterator[Progress]:
+    """Yield a function that shows steps done, steps in all and the last step, on stderr.
+
+    A terminal shows a bar, a log gets a plain line every ten seconds.
+
+    Args:
+        quiet: show nothing, as every rank but the first does.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True, quiet=quiet)
+    if not console.is_terminal:
+        yield _plain(console)
+        return
+    with Bar(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    ) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda done, total, what: bar.update(
+            task, completed=done, total=total, description=what
+        )
+
+
+def _plain(console: Console) -> Progress:
+    last = time.monotonic()
+
+    def show(done: int, total: int, what: str) -> None:
+        nonlocal last
+        if done == total or time.monotonic() - last >= _EVERY:
+            last = time.monotonic()
+            console.print(f"{done}/{total} {what}", markup=False, highlight=False, soft_wrap=True)
+
+    return show

