@@ -78,7 +78,7 @@ fuzz: setup  ## hostile input to every reader: RUNS inputs each, a million in al
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz.py --runs $(RUNS)
 
 soak: setup  ## 10,000 forwards of a model whose policies change all the time; memory has to stay flat
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python tests/engines/soak.py
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/engines/transformers/soak.py
 
 # What a user would get: the files of a release, built twice alike, in an environment without the rest.
 DIST_VENV ?= .venv-dist
@@ -107,7 +107,7 @@ format: setup  ## rewrite the code in the project's format
 
 docs: setup  ## write the generated parts of docs/: the tables of modules and of architectures
 	$(BIN)/python docs/modules.py
-	HF_HUB_OFFLINE=1 $(BIN)/python tests/engines/support_matrix.py --write
+	HF_HUB_OFFLINE=1 PYTHONPATH=tests $(BIN)/python tests/engines/transformers/support_matrix.py --write
 
 docs-site: setup  ## the documentation as a site, in site/
 	NO_MKDOCS_2_WARNING=1 PATH="$(BIN):$$PATH" $(BIN)/mkdocs build

@@ -1,4 +1,4 @@
-"""What stand-ins save on the demo model: perplexity under caps, with and without compensation.
+"""Savings of stand-ins on the demo model: perplexity under caps, with and without compensation.
 
 Judged on the held-out texts, in batches of 4,096 tokens of one text, with calibrations fitted on
 text that the model was trained on: by default the one that comes with it. Several calibrations,
@@ -23,13 +23,12 @@ from typing import Any
 from paceline import CapacityPolicy, attach
 from paceline.batches import Batch, separate
 from paceline.cli.output import progress
-from paceline.demo.assets import load_model
-from paceline.demo.plan import DEVICES
-from paceline.demo.study import balance, drops, flat, held_out, run_policy
-from paceline.evaluation.perplexity import Losses, as_dict, change
+from paceline.demo.assets import held_out, load_model
+from paceline.demo.settings import DEVICES
+from paceline.evaluation.perplexity import Losses, change, run_policy
 from paceline.files import to_json, write_text
 from paceline.shipped import CALIBRATION_FOLDER
-from paceline.stand_ins.file import Calibration
+from paceline.stand_ins.calibration_file import Calibration
 from paceline.system_info import system_info
 
 WAYS = ("", ",compensate=true", ",compensate=true,keep=contribution")
@@ -50,10 +49,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--calibration", type=Path, action="append", help="folder; repeatable")
     parser.add_argument("--sequences", type=int, default=16, help="of 256 tokens, of each text")
-    given = parser.parse_args()
+    options = parser.parse_args()
     model, tokenizer = load_model()
-    found = [Calibration.load(folder) for folder in given.calibration or [CALIBRATION_FOLDER]]
-    batches = separate(held_out(tokenizer, 256, given.sequences), 16)
+    found = [Calibration.load(folder) for folder in options.calibration or [CALIBRATION_FOLDER]]
+    batches = separate(held_out(tokenizer, 256, options.sequences), 16)
     with progress() as tell:
         judge = _Judge(model, batches, (1 + len(found) * len(ROWS)) * len(batches), tell)
         results = [judge.of(one) for one in found]
@@ -82,7 +81,7 @@ def main() -> None:
         ],
         **system_info(),
     }
-    write_text(given.out, to_json(data), private=False)
+    write_text(options.out, to_json(data), private=False)
 
 
 def _spread(changes: list[float]) -> dict[str, float]:
@@ -103,7 +102,7 @@ class _Judge:
         self._alone: dict[int, dict[str, Any]] = {}  # rows that don't depend on a calibration
 
     def of(self, found: Calibration) -> list[dict[str, Any]]:
-        """The rows of one calibration."""
+        """Judge the rows of one calibration."""
         results: dict[int, dict[str, Any]] = {}
         for places in (False, True):
             where: Any = found.plan().placements if places else DEVICES
@@ -118,12 +117,12 @@ class _Judge:
                     run = run_policy(
                         self._model, pace, CapacityPolicy.parse(policy), self._batches, self._step
                     )
-                    layers, after = flat(run.layers), change(base, run.losses)
+                    shares, after = run.shares(), change(base, run.losses)
                     results[row] = {
-                        "perplexity_change": as_dict(after),
-                        **drops(layers),
-                        "device_peak_to_mean": balance(layers, "after")["device_peak_to_mean"],
-                        "stand_in_distance": _mean(x["stand_in_distance"] for x in layers),
+                        "perplexity_change": after.to_dict(),
+                        **shares.drops(),
+                        "device_peak_to_mean": shares.device_peak_to_mean,
+                        "stand_in_distance": shares.stand_in_distance,
                     }
                     if not placed and "compensate" not in policy:
                         self._alone[row] = results[row]
@@ -131,7 +130,7 @@ class _Judge:
         return [results[row] for row in range(len(ROWS))]
 
     def _losses(self, pace: Any) -> Losses:
-        """Without a cap, once."""
+        """Run without a cap, once."""
         if self._base is None:
             self._base = run_policy(self._model, pace, None, self._batches, self._step).losses
         return self._base
@@ -139,11 +138,6 @@ class _Judge:
     def _step(self) -> None:
         self._done += 1
         self._tell(self._done, self._total, "batches judged")
-
-
-def _mean(values: Any) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def keep_read(step: Step, read: Tensor, renormalize: bool = False) -> Chosen:
 
 
 def by_weight(step: Step) -> Tensor:
-    """Value an expert by the sum of its combine weights, as Paceline does."""
+    """Score an expert by the sum of its combine weights, as Paceline does."""
     return step.sums(step.weights)
 
 

@@ -77,7 +77,7 @@ def drops(unit: str = "device") -> list[str]:
 
 
 def ranks_part(rounds: int) -> list[dict[str, Any]]:
-    """Two real ranks with 80% of the load on one of them, with 70%, and with a shared batch."""
+    """Run two real ranks with 80% of the load on one of them, with 70%, and with a shared batch."""
     chosen = policies(
         "capacity_factor=1.5",
         "capacity_factor=1.0",
@@ -99,7 +99,7 @@ def ranks_part(rounds: int) -> list[dict[str, Any]]:
 
 
 def figure4_part(rounds: int) -> list[dict[str, Any]]:
-    """The paper's shapes, with a skew near what its figures imply, on emulated devices."""
+    """Run the paper's shapes, with a skew near what its figures imply, on emulated devices."""
     expanded = [f"capacity_factor={factor},expand=own_device" for factor in FACTORS]
     found = []
     for shape, tokens, skew in (
@@ -124,7 +124,7 @@ def figure4_part(rounds: int) -> list[dict[str, Any]]:
 
 
 def at_equal_bound(result: dict[str, Any]) -> list[str]:
-    """Each cap by expert of a result, and the cap by device with the same busiest device."""
+    """Pair each cap per expert of a result with the cap per device of the same busiest device."""
     chosen = []
     for row in result["policies"]:
         if row["policy"].endswith("unit=expert"):
@@ -134,17 +134,17 @@ def at_equal_bound(result: dict[str, Any]) -> list[str]:
 
 
 def sweep_part(rounds: int) -> list[dict[str, Any]]:
-    """Batches from a few tokens a device, where weights dominate, to many."""
+    """Run batches from a few tokens per device, where weights dominate, to many."""
     chosen = policies(*drops())
     options = ["--shape", "olmoe", "--peak-to-mean", "1.8", "--rounds", str(rounds), *chosen]
     return [
-        run("layer", *options, "--tokens", str(tokens), label=f"{tokens} tokens a device")
+        run("layer", *options, "--tokens", str(tokens), label=f"{tokens} tokens per device")
         for tokens in (4, 16, 64, 256)
     ]
 
 
 def trace_part(rounds: int, trace: Path) -> list[dict[str, Any]]:
-    """Recorded routing of DeepSeek-V2-Lite through experts of its shape, some layers."""
+    """Run recorded routing of DeepSeek-V2-Lite through experts of its shape, some layers."""
     chosen = policies(*drops(), *drops("expert"))
     options = ["--shape", "deepseek-v2-lite", "--tokens", "128", "--rounds", str(rounds), *chosen]
     return [
@@ -154,7 +154,7 @@ def trace_part(rounds: int, trace: Path) -> list[dict[str, Any]]:
 
 
 def model_part(rounds: int) -> list[dict[str, Any]]:
-    """Whole models on two real ranks: the demo model on text of one kind, and random ones."""
+    """Run whole models on two real ranks: the demo model on text of one kind, and random ones."""
     chosen = policies("capacity_factor=1.5", "capacity_factor=1.25", "capacity_factor=1.0")
     common = ["--new-tokens", "17", "--rounds", str(rounds), *chosen]
     demo = ["--model", "demo", "--text", "python", "--sequences", "16", "--prompt-tokens", "256"]

@@ -1,4 +1,4 @@
-"""Everything that only a CUDA machine can tell, in one program of under six minutes.
+"""All checks and timings that need a CUDA machine, in one program of under six minutes.
 
     python benchmarks/gpu_check.py              on a CUDA machine
     python benchmarks/gpu_check.py --dry-run    the same code on a CPU, tiny shapes, no claims
@@ -6,7 +6,7 @@
 1. the GPU tests; 2. what the cap adds to softmax and top-k, both as CUDA graphs; 3. one MoE layer
 (OLMoE, Mixtral and Qwen3-30B shapes, bf16) with and without a cap; 4. the same layer on 8 emulated
 devices: the rows that each rank would get are run one rank after the other on this one GPU, and
-the slowest is what the others would wait for; 5. time against rows an expert, where tile steps and
+the slowest is what the others would wait for; 5. time against rows per expert, where tile steps and
 the memory-bound ridge show; 6. the cap as the vLLM plugin runs it, which needs no vLLM: one
 captured graph is replayed under changed policies and padding, and compared with routing on the
 host. Weights are random: times are real, qualities are not measured.
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, route
 from paceline.engines.vllm.accelerator import DeviceCap
-from paceline.routing.selection import using_backend
+from paceline.routing.backends import using_backend
 from paceline.system_info import system_info
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,7 +40,7 @@ FACTORS = (1.0, 1.25, 1.5, 2.0)
 
 
 class Layer(NamedTuple):
-    """Shape of one MoE layer: experts, experts a token, hidden and expert widths."""
+    """Shape of one MoE layer: experts, experts per token, hidden and expert widths."""
 
     experts: int
     k: int
@@ -58,7 +58,7 @@ ROUTERS = [(512, 8, 2), (4096, 64, 8), (16384, 64, 8), (4096, 256, 8), (65536, 1
 
 
 class Bench:
-    """Where and how long things are timed."""
+    """Device, data type and clock of the timings."""
 
     def __init__(self, dry: bool) -> None:
         self.dry = dry
@@ -67,11 +67,11 @@ class Bench:
         self.rng = torch.Generator(self.device).manual_seed(0)
 
     def random(self, *shape: int) -> Tensor:
-        """A normal tensor of the layer's dtype."""
+        """Draw a normal tensor of the layer's dtype."""
         return torch.randn(shape, generator=self.rng, device=self.device).to(self.dtype)
 
     def microseconds(self, run: Callable[[], Any], seconds: float = 0.3, inner: int = 1) -> float:
-        """Median time of a run, after a warm-up; `inner` runs are timed together."""
+        """Measure the median time of a run, after a warm-up; `inner` runs are timed together."""
         times: list[float] = []
         for _ in range(2):
             run()
@@ -97,7 +97,7 @@ class Bench:
         return float(start.elapsed_time(end)) * 1e3
 
     def graph(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        """The run as a CUDA graph, so that the host's launches aren't what is timed."""
+        """Capture the run as a CUDA graph, so that the host's launches aren't timed."""
         if self.dry:
             return run
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -113,13 +113,13 @@ class Bench:
 
 
 def favoured(bench: Bench, tokens: int, experts: int) -> Tensor:
-    """[T, E] float32 logits with favourites, so that devices are loaded unevenly."""
+    """Draw [T, E] float32 logits with favourites, so that devices are loaded unevenly."""
     logits = torch.randn(tokens, experts, generator=bench.rng, device=bench.device)
     return logits + 0.5 * torch.randn(experts, generator=bench.rng, device=bench.device)
 
 
 def router(bench: Bench, shape: tuple[int, int, int]) -> dict[str, Any]:
-    """What the cap adds to fused softmax and top-k."""
+    """Time the cap beside fused softmax and top-k."""
     tokens, experts, k = shape
     logits = favoured(bench, tokens, experts)
     placement = ExpertPlacement.contiguous(experts, min(DEVICES, experts))
@@ -156,7 +156,7 @@ class Experts:
         self.down = bench.random(layer.experts, layer.inner, layer.hidden) * 0.02
 
     def __call__(self, rows: Tensor, ends: Tensor, first: int = 0) -> Tensor:
-        """[n, hidden] -> [n, hidden]: rows up to ends[i] are of expert first + i; later: none."""
+        """Run [n, hidden] rows: those up to ends[i] are of expert first + i, later ones of none."""
         last = first + ends.shape[0]
         gate, up = _grouped(rows, self.up[first:last], ends).chunk(2, dim=-1)
         return _grouped(torch.nn.functional.silu(gate) * up, self.down[first:last], ends)
@@ -177,7 +177,7 @@ def _grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 def moe(
     experts: Experts, x: Tensor, logits: Tensor, layer: Layer, policy: CapacityPolicy | None
 ) -> Tensor:
-    """[T, hidden] -> [T, hidden]: the layer after its router's linear, no host sync."""
+    """Run the layer after its router's linear, [T, hidden] -> [T, hidden], without a host sync."""
     scores = logits.softmax(-1)
     weights, ids = scores.topk(layer.k, dim=-1)
     if policy is not None:
@@ -196,7 +196,7 @@ def moe(
 
 
 def one_layer(bench: Bench, name: str, layer: Layer, tokens: int, experts: Experts) -> Any:
-    """The layer with and without a cap, and the slowest of its emulated ranks."""
+    """Time the layer with and without a cap, and its emulated ranks."""
     x, logits = bench.random(tokens, layer.hidden), favoured(bench, tokens, layer.experts)
     whole = bench.microseconds(partial(moe, experts, x, logits, layer, None))
     result: dict[str, Any] = {"layer": name, "tokens": tokens, "uncapped": whole}
@@ -226,7 +226,7 @@ def one_layer(bench: Bench, name: str, layer: Layer, tokens: int, experts: Exper
 def ranks(
     bench: Bench, layer: Layer, experts: Experts, placement: ExpertPlacement, loads: list[int]
 ) -> dict[str, Any]:
-    """Each rank's experts on the rows that they would get, one rank after the other."""
+    """Time each rank's experts on the rows that they would get, one rank after the other."""
     times, rows = [], []
     for device in range(placement.num_devices):
         own = placement.experts_of(device)
@@ -239,7 +239,7 @@ def ranks(
 
 
 def ridge(bench: Bench, name: str, layer: Layer, experts: Experts) -> dict[str, Any]:
-    """Time of one rank against equal rows an expert."""
+    """Time one rank against equal rows per expert."""
     local = max(1, layer.experts // DEVICES)
     counts = (4, 8) if bench.dry else (1, 4, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 4096)
     times = {}
@@ -251,7 +251,7 @@ def ridge(bench: Bench, name: str, layer: Layer, experts: Experts) -> dict[str, 
 
 
 def plugin(bench: Bench, shape: tuple[int, int, int]) -> dict[str, Any]:
-    """The vLLM plugin's operator: what a captured graph does when policy and padding change.
+    """Check a captured graph of the vLLM plugin's operator while policy and padding change.
 
     Raises:
         AssertionError: if a replay differs from `route` on the host.

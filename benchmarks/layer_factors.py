@@ -1,4 +1,4 @@
-"""Whether layers should have factors of their own under one bound on the model's expert time.
+"""Factors of their own for layers, under one bound on the model's expert time: do they pay?
 
     python benchmarks/layer_factors.py --out benchmarks/results/layer_factors.json
 
@@ -20,15 +20,14 @@ from typing import Any
 from paceline import CapacityPolicy, attach
 from paceline.batches import Sampling, separate
 from paceline.cli.output import progress
-from paceline.demo.assets import load_model
-from paceline.demo.plan import DEVICES
-from paceline.demo.study import drops, flat, held_out, run_policy
-from paceline.evaluation.perplexity import as_dict, change
-from paceline.evaluation.sensitivity import measure_layers
+from paceline.demo.assets import held_out, load_model
+from paceline.demo.settings import DEVICES
+from paceline.evaluation.layer_factors import measure_layers
+from paceline.evaluation.perplexity import PolicyRun, change, run_policy
 from paceline.files import to_json, write_text
 from paceline.plan import Plan
 from paceline.shipped import CALIBRATION_FOLDER
-from paceline.stand_ins.file import Calibration
+from paceline.stand_ins.calibration_file import Calibration
 from paceline.system_info import system_info
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -40,11 +39,11 @@ SETTINGS = ((False, True), (True, True), (False, False))
 """Whether experts are placed, and whether dropped assignments leave their stand-ins."""
 
 
-def mean_busiest(layers: list[list[Any]], when: str) -> float:
-    """Mean over batches and layers of the busiest device's rows, over a device's mean before."""
+def mean_busiest(run: PolicyRun, when: str) -> float:
+    """Compute the busiest device's rows over the mean before, averaged over batches and layers."""
     ratios: list[float] = [
-        max(layer[f"device_loads_{when}"]) * DEVICES / sum(layer["device_loads_before"])
-        for layer in flat(layers)
+        max(getattr(layer, f"device_loads_{when}")) * DEVICES / sum(layer.device_loads_before)
+        for layer in run.all_layers()
     ]
     return sum(ratios) / len(ratios)
 
@@ -55,12 +54,12 @@ def main() -> None:
     parser.add_argument("--calibration", type=Path, default=CALIBRATION_FOLDER)
     parser.add_argument("--sequences", type=int, default=16, help="of 256 tokens, of each text")
     parser.add_argument("--tokens", type=int, default=2048, help="of each text, for the choice")
-    given = parser.parse_args()
+    options = parser.parse_args()
     model, tokenizer = load_model()
-    batches = separate(held_out(tokenizer, 256, given.sequences), 16)
-    texts = training_texts(given.tokens, None)
-    sampling = Sampling(given.tokens * len(texts), 8, 256)
-    calibration = Calibration.load(given.calibration)
+    batches = separate(held_out(tokenizer, 256, options.sequences), 16)
+    texts = training_texts(options.tokens, None)
+    sampling = Sampling(options.tokens * len(texts), 8, 256)
+    calibration = Calibration.load(options.calibration)
     data: dict[str, Any] = {
         "schema": "paceline-layer-factors/2",
         "model": "demo",
@@ -84,13 +83,13 @@ def main() -> None:
             "placed": placed, "compensate": compensate, "tried": found.factors,
             "losses": found.losses, "rows": rows,
         })  # fmt: skip
-        write_text(given.out, to_json(data), private=False)
+        write_text(options.out, to_json(data), private=False)
 
 
 def judge(
     model: Any, batches: Any, found: Any, base: CapacityPolicy, plan: Plan, calibration: Calibration
 ) -> list[dict[str, Any]]:
-    """Every bound and way, batch by batch in turn."""
+    """Judge every bound and way, batch by batch in turn."""
     ways: dict[tuple[float, str], list[CapacityPolicy | None]] = {}
     for bound in BOUNDS:
         alike = base.replace(capacity_factor=bound)
@@ -123,11 +122,11 @@ def judge(
             "bound": bound,
             "way": way,
             "factors": [each.capacity_factor for each in policies if each],
-            "perplexity_change": as_dict(after),
-            "beside_alike": as_dict(beside),
-            "busiest_device_before": mean_busiest(run.layers, "before"),
-            "busiest_device": mean_busiest(run.layers, "after"),
-            **drops(flat(run.layers)),
+            "perplexity_change": after.to_dict(),
+            "beside_alike": beside.to_dict(),
+            "busiest_device_before": mean_busiest(run, "before"),
+            "busiest_device": mean_busiest(run, "after"),
+            **run.shares().drops(),
         }
         rows.append(row)
         print(

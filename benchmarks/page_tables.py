@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def filled(text: str, tables: Mapping[str, str]) -> str:
-    """A page with its tables replaced.
+    """Replace the tables of a page.
 
     Args:
         text: of the page.

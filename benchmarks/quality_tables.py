@@ -35,7 +35,7 @@ def tables() -> dict[str, str]:
 
 
 def page(text: str) -> str:
-    """The page with its tables replaced."""
+    """Replace the tables of the page."""
     return filled(text, tables())
 
 

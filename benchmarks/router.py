@@ -33,7 +33,7 @@ from torch import Tensor
 
 from paceline import Assignment, CapacityPolicy, ExpertPlacement, RoutingInputs, route
 from paceline.bench.timing import ratios, spread, turns
-from paceline.routing.selection import BACKENDS, using_backend
+from paceline.routing.backends import BACKENDS, using_backend
 from paceline.system_info import system_info
 
 SHAPES = [(512, 8, 2), (4096, 64, 8), (16384, 64, 8), (4096, 256, 8), (65536, 128, 8)]
@@ -87,7 +87,7 @@ def cases(
 
 
 def ours(logits: Tensor, k: int, backends: list[str]) -> list[Entry]:
-    """Token Drop at either unit and Expanded Drop with 8 local candidates, on every backend."""
+    """Make entries of Token Drop at either unit and Expanded Drop, on every backend."""
     entries = []
     for backend in backends:
         for name, (policy, placement, of_token) in cases(*logits.shape).items():
@@ -115,7 +115,7 @@ def dense(assignment: Assignment) -> Tensor:
 
 
 def megatron(logits: Tensor, k: int) -> Entry:
-    """Megatron-Core's top-k with its capacity, dropping by probability."""
+    """Make an entry of Megatron-Core's top-k with its capacity, dropping by probability."""
     from megatron.core.transformer.moe import moe_utils
 
     def run() -> tuple[Tensor, Tensor]:
@@ -129,7 +129,7 @@ def megatron(logits: Tensor, k: int) -> Entry:
 
 
 def deepspeed(logits: Tensor, k: int) -> Entry:
-    """DeepSpeed's top-k gating with sparse routes, dropping by probability."""
+    """Make an entry of DeepSpeed's top-k gating with sparse routes, dropping by probability."""
     from deepspeed.moe.sharded_moe import topkgating
 
     def run() -> Any:

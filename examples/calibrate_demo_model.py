@@ -20,7 +20,7 @@ from paceline.calibration.collect import calibrate
 from paceline.cli.output import progress
 from paceline.cli.sources import load
 from paceline.cli.tune import PLAN
-from paceline.demo.plan import DEVICES
+from paceline.demo.settings import DEVICES
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / ".demo-build"

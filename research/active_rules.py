@@ -23,38 +23,38 @@ from decode_steps import Chosen, Rule, Step, at_most, by_weight, keep_read
 
 
 def by_votes(step: Step) -> Tensor:
-    """Value an expert by the tokens that chose it, ties by weight."""
+    """Score an expert by the tokens that chose it, ties by weight."""
     weight = step.sums(step.weights)
     return step.sums(torch.ones_like(step.weights)) + weight.clamp(min=0) * 1e-3
 
 
 def by_first_votes(step: Step) -> Tensor:
-    """Value an expert by the tokens that chose it first, ties by weight."""
+    """Score an expert by the tokens that chose it first, ties by weight."""
     first = torch.zeros_like(step.weights)
     first[..., 0] = 1
     return step.sums(first) + step.sums(step.weights).clamp(min=0) * 1e-3
 
 
 def by_largest_weight(step: Step) -> Tensor:
-    """Value an expert by its largest single weight, so that no token loses its main choice."""
+    """Score an expert by its largest single weight, so that no token loses its main choice."""
     steps = step.ids.shape[0]
     value = torch.full((steps, step.experts), -torch.inf, dtype=torch.float64)
     return value.scatter_reduce(1, step.ids.flatten(1), step.weights.double().flatten(1), "amax")
 
 
 def by_squared_weight(step: Step) -> Tensor:
-    """Value an expert by its sum of squared weights: between the sum and the largest."""
+    """Score an expert by its sum of squared weights: between the sum and the largest."""
     return step.sums(step.weights.double() ** 2)
 
 
 def by_contribution(step: Step) -> Tensor:
-    """Value an expert by its sum of weights times the norm of the error of dropping it."""
+    """Score an expert by its sum of weights times the norm of the error of dropping it."""
     assert step.norms is not None
     return step.sums(step.weights) * step.norms
 
 
 def at_random(step: Step) -> Tensor:
-    """Value the chosen experts at random: the control."""
+    """Score the chosen experts at random: the control."""
     weight = step.sums(step.weights)
     rng = torch.Generator().manual_seed(0)
     return torch.where(
@@ -132,7 +132,7 @@ def by_affinity(step: Step) -> Tensor:
 
 
 def remapped(most: int) -> Rule:
-    """Remap as Lynx (Gupta et al., arXiv 2411.08982v3): drop the experts of least score.
+    """Replace as Lynx (Gupta et al., arXiv 2411.08982v3): drop the experts of least score.
 
     The `most` experts per device (theirs is a number for all, from the scores) with the highest
     score stay; an assignment of another goes to the token's best expert among those that stay.

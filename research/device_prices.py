@@ -23,14 +23,13 @@ from torch import Tensor
 from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, attach, route
 from paceline.batches import Batch, separate
 from paceline.cli.output import progress
-from paceline.demo.assets import load_calibration, load_model
-from paceline.demo.plan import DEVICES
-from paceline.demo.study import held_out
-from paceline.evaluation.perplexity import Losses, as_dict, batch_losses, change
+from paceline.demo.assets import held_out, load_calibration, load_model
+from paceline.demo.settings import DEVICES
+from paceline.evaluation.perplexity import Losses, batch_losses, change
 from paceline.facts import Facts
 from paceline.files import to_json, write_text
+from paceline.stand_ins.calibration_file import LayerCalibration
 from paceline.stand_ins.compensation import Compensation
-from paceline.stand_ins.layer import LayerCalibration
 from paceline.system_info import system_info
 
 STEPS, FIRST = 200, 0.02  # of the search for prices; the first step, a share of the scores' mean
@@ -57,12 +56,12 @@ WAYS = (
 
 
 def loads_of(ids: Tensor, device: Tensor) -> Tensor:
-    """[devices] assignments, of [tokens, k] experts."""
+    """Count the assignments of each device, [devices], of [tokens, k] experts."""
     return torch.bincount(device[ids.flatten()], minlength=DEVICES)
 
 
 def balancing(scores: Tensor, k: int, device: Tensor, bound: float) -> Tensor:
-    """[devices] prices under which no device has more than bound x mean, as nearly as was found.
+    """Find prices, [devices], under which no device has more than bound x mean, approximately.
 
     Subgradient steps of falling size on the dual of the assignment problem.
     """
@@ -95,11 +94,11 @@ class Layers:
         self.dropped: list[float] = []
 
     def see(self, _: str, inputs: Any, __: Any) -> None:
-        """Before its experts run."""
+        """Choose the experts before they run."""
         self.scores = inputs.scores
 
     def run(self, name: str, run: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """The experts of a layer, in this way."""
+        """Run the experts of a layer with prices."""
         count = self.scores.shape[1]
         placement = ExpertPlacement.contiguous(count, DEVICES)
         device = torch.tensor(placement.expert_to_device)
@@ -185,8 +184,8 @@ def main() -> None:
         after = change(base, losses)
         beside = change(found[bound, Way("none", True, way.stand_ins)][0], losses)
         rows.append({
-            "bound": bound, "way": str(way), "perplexity_change": as_dict(after),
-            "beside_cap": as_dict(beside), "busiest_device": mean(peaks),
+            "bound": bound, "way": str(way), "perplexity_change": after.to_dict(),
+            "beside_cap": beside.to_dict(), "busiest_device": mean(peaks),
             "chosen_otherwise": mean(moved), "dropped_share": mean(dropped),
         })  # fmt: skip
         print(

@@ -1,4 +1,4 @@
-"""Why Expanded Drop helps in the paper and hardly on the demo model: one ingredient at a time.
+"""Reasons why Expanded Drop helps in the paper and hardly here: one ingredient at a time.
 
 Held-out texts, batches of 4,096 tokens of one text, 8 emulated devices, mean perplexity change.
 
@@ -13,10 +13,9 @@ from pathlib import Path
 from paceline import CapacityPolicy, attach
 from paceline.batches import separate
 from paceline.cli.output import progress
-from paceline.demo.assets import load_model
-from paceline.demo.plan import DEVICES
-from paceline.demo.study import balance, drops, flat, held_out, run_policy
-from paceline.evaluation.perplexity import as_dict, change
+from paceline.demo.assets import held_out, load_model
+from paceline.demo.settings import DEVICES
+from paceline.evaluation.perplexity import change, run_policy
 from paceline.files import to_json, write_text
 from paceline.system_info import system_info
 
@@ -59,14 +58,14 @@ def main() -> None:
         base = run_policy(model, pace, None, batches, step).losses
         for text in POLICIES:
             run = run_policy(model, pace, CapacityPolicy.parse(text), batches, step)
-            after, layers = change(base, run.losses), flat(run.layers)
+            after, shares = change(base, run.losses), run.shares()
             print(f"{text}: {100 * after.mean:+.3f}%", flush=True)
             rows.append(
                 {
                     "policy": text,
-                    "perplexity_change": as_dict(after),
-                    **drops(layers),
-                    "expert_peak_to_mean": balance(layers, "after")["expert_peak_to_mean"],
+                    "perplexity_change": after.to_dict(),
+                    **shares.drops(),
+                    "expert_peak_to_mean": shares.expert_peak_to_mean,
                 }
             )
     data = {

@@ -1,4 +1,4 @@
-"""What isolation between users costs, and what other pools tell one user of another.
+"""Cost of isolation between users, and what other pools reveal of one user to another.
 
     python research/isolation.py cost      drops, perplexity and balance of the demo model by pool
     python research/isolation.py leak      what a request's own outcome tells of its neighbour
@@ -33,8 +33,8 @@ from paceline import (
 from paceline.batches import Sampling, make_batches
 from paceline.cli.output import progress
 from paceline.demo.assets import domains, load_model, read_text
-from paceline.demo.study import balance, drops, flat, run_policy
-from paceline.evaluation.perplexity import as_dict, change
+from paceline.evaluation.perplexity import change, run_policy
+from paceline.evaluation.results import Balance
 from paceline.facts import Facts
 from paceline.files import to_json, write_text
 from paceline.system_info import system_info
@@ -64,7 +64,7 @@ def main() -> None:
 def guaranteed_first(
     factor: float, placement: ExpertPlacement
 ) -> Callable[[RoutingInputs], Tensor]:
-    """A ranking under which a batch pool gives every request its own share before anybody more.
+    """Make a ranking under which a batch pool serves every request's own share first.
 
     Args:
         factor: of capacity.
@@ -100,7 +100,7 @@ def guaranteed_first(
 
 
 def policy_of(pool: str, unit: str, factor: float, experts: int) -> CapacityPolicy:
-    """A policy of a pool, the middle way among them; every batch is capped, however small."""
+    """Make the policy of a pool or of the middle way; every batch is capped, however small."""
     fields: dict[str, Any] = {"capacity_factor": factor, "unit": unit, "min_expert_load": 0}
     if pool != "shared":
         return CapacityPolicy(pool=pool, **fields)
@@ -116,7 +116,7 @@ def policy_of(pool: str, unit: str, factor: float, experts: int) -> CapacityPoli
 
 
 def cost(lengths: list[int], count: int) -> dict[str, Any]:
-    """Every pool on the same batches of requests of one length."""
+    """Run every pool on the same batches of requests of one length."""
     model, tokenizer = load_model()
     texts = {name: read_text(name) for name in domains()}
     experts = model.config.num_experts
@@ -134,22 +134,22 @@ def cost(lengths: list[int], count: int) -> dict[str, Any]:
             sampling = Sampling(2048 * (count + 1), 2048 // length, length, mix=True)
             batches = make_batches(tokenizer, texts, sampling)[0][:count]
             base = run_policy(model, pace, None, batches, step)
-            before = balance(flat(base.layers), "before")
+            before = Balance.of(base.all_layers(), "before").to_dict()
             for unit, factor in CAPS:
                 for pool in POOLS:
                     policy = policy_of(pool, unit, factor, experts)
                     run = run_policy(model, pace, policy, batches, step)
-                    after = balance(flat(run.layers), "after")
+                    shares = run.shares()
                     row = {
                         "request_tokens": length,
                         "requests_a_batch": len(batches[0].ids),
                         "unit": unit,
                         "capacity_factor": factor,
                         "pool": pool,
-                        **drops(flat(run.layers)),
-                        "perplexity_change": as_dict(change(base.losses, run.losses)),
+                        **shares.drops(),
+                        "perplexity_change": change(base.losses, run.losses).to_dict(),
                         "peak_to_mean_before": before[f"{unit}_peak_to_mean"],
-                        "peak_to_mean_after": after[f"{unit}_peak_to_mean"],
+                        "peak_to_mean_after": shares.to_dict()[f"{unit}_peak_to_mean"],
                     }
                     results.append(row)
                     print(length, unit, factor, pool, row["dropped_share"], flush=True)
@@ -160,7 +160,7 @@ def cost(lengths: list[int], count: int) -> dict[str, Any]:
 
 
 def first_layer(model: Any, ids: Tensor) -> dict[str, Tensor]:
-    """What the first MoE layer's router says of [requests, length] tokens, each request by itself.
+    """Route [requests, length] tokens at the first MoE layer, each request by itself.
 
     Returns:
         topk_ids, topk_weights and scores [requests, length, ...].
@@ -179,7 +179,7 @@ def first_layer(model: Any, ids: Tensor) -> dict[str, Tensor]:
 
 
 def leak(lengths: list[int], _: int) -> dict[str, Any]:
-    """A request beside one of many possible neighbours: how many can it tell apart?
+    """Count the neighbours that a request can tell apart, of many possible ones.
 
     It looks at nothing but which of its own assignments in the first layer survive. It is one
     request with a text like any other, one with a token repeated, or seven with different texts.
@@ -226,7 +226,7 @@ def outcome(
     policy: CapacityPolicy,
     placement: ExpertPlacement,
 ) -> tuple[bool, ...]:
-    """Which assignments of all its own requests survive beside a neighbour."""
+    """Return the assignments of all its own requests that survive beside a neighbour."""
     parts = [*own, neighbour]
     together = {name: torch.cat([part[name] for part in parts]) for name in neighbour}
     length = len(neighbour["topk_ids"])
@@ -245,7 +245,7 @@ def outcome(
 
 
 def flood(lengths: list[int], _: int) -> dict[str, Any]:
-    """Losses of requests beside texts, and beside the worst of four repeated tokens."""
+    """Measure the losses of requests beside texts, and beside the worst of four repeated tokens."""
     model, tokenizer = load_model()
     texts = {name: read_text(name) for name in domains()}
     length, rows, victims = lengths[0], 16, 6

@@ -1,4 +1,4 @@
-"""What caps cost a multimodal model, and whose assignments they drop: images first or text first.
+"""Cost of caps on a multimodal model, with images' or with text's assignments dropped first.
 
 The picture model (`picture_model.py`) answers questions about pictures that it was not trained on.
 Every policy sees the same conversations, and is compared with no cap on each of them.
@@ -30,9 +30,10 @@ from paceline import CapacityPolicy, attach
 from paceline.batches import Batch
 from paceline.calibration.collect import calibrate
 from paceline.cli.output import progress
-from paceline.demo.study import balance, drops, flat
 from paceline.engines.sharing import SharedBudgetWarning
+from paceline.evaluation.results import Balance, LoadShares
 from paceline.files import to_json, write_text
+from paceline.routing.layer_stats import LayerStats
 from paceline.system_info import system_info
 
 Floats = NDArray[np.float64]
@@ -69,7 +70,7 @@ class Judge:
         self.right: list[Floats] = []
         self.loss: list[Floats] = []
         self.asked: list[Floats] = []
-        self.layers: list[list[dict[str, Any]]] = []
+        self.layers: list[list[LayerStats]] = []
         self.dropped: dict[str, dict[str, Floats]] = {"image": {}, "text": {}}
 
     def run(self, model: Any, pace: Any, batches: Sequence[Conversations]) -> None:
@@ -99,7 +100,7 @@ class Judge:
                 (self.asked, torch.ones_like(loss).double()),
             ):
                 into.append(torch.bincount(cell, values, minlength=size).reshape(shape).numpy())
-            self.layers.append(pace.stats().to_dict()["layers"])
+            self.layers.append(pace.stats().layers)
 
 
 def paired(base: Judge, other: Judge, what: str, group: str) -> dict[str, float]:
@@ -123,15 +124,15 @@ def paired(base: Judge, other: Judge, what: str, group: str) -> dict[str, float]
 
 
 def level(judge: Judge, what: str, group: str) -> float:
-    """Mean over the questions of a group."""
+    """Compute the mean over the questions of a group."""
     columns = [list(CATEGORIES).index(name) for name in GROUPS[group]]
     total = np.concatenate(getattr(judge, what))[:, columns].sum()
     return float(total / np.concatenate(judge.asked)[:, columns].sum())
 
 
 def summary(policy: str, base: Judge, judge: Judge) -> dict[str, Any]:
-    """All that is said of one policy."""
-    layers = flat(judge.layers)
+    """Sum up the results of one policy."""
+    layers = [layer for batch in judge.layers for layer in batch]
     figures: dict[str, Any] = {"policy": policy}
     for what, name in (("right", "accuracy"), ("loss", "loss")):
         figures[name] = {
@@ -148,9 +149,9 @@ def summary(policy: str, base: Judge, judge: Judge) -> dict[str, Any]:
             m: {"share": float(both[0] / both[1]), "by_layer": shares[m]}
             for m, both in whole.items()
         },
-        **drops(layers),
+        **LoadShares.of(layers).drops(),
     }
-    figures["balance"] = {when: balance(layers, when) for when in ("before", "after")}
+    figures["balance"] = {when: Balance.of(layers, when).to_dict() for when in ("before", "after")}
     return figures
 
 
@@ -169,7 +170,7 @@ def best_guess(batches: Sequence[Conversations]) -> dict[str, float]:
 
 
 def policies() -> list[tuple[dict[str, str], CapacityPolicy]]:
-    """What is tried: (labels, policy)."""
+    """Return the policies of the study: (labels, policy)."""
     found = []
     for unit in ("device", "expert"):
         for factor in ("1", "0.5", "0.1"):
@@ -188,7 +189,7 @@ def policies() -> list[tuple[dict[str, str], CapacityPolicy]]:
 
 
 def calibration(model: Any, draw: np.random.Generator, data: Path, batches: int, rank: int) -> Any:
-    """Stand-ins fitted on conversations about training pictures, in four parts."""
+    """Fit stand-ins on conversations about training pictures, in four parts."""
     images, kinds = clothes(data, "train")
     given = []
     for number in range(batches):
@@ -199,7 +200,7 @@ def calibration(model: Any, draw: np.random.Generator, data: Path, batches: int,
 
 
 def study(given: argparse.Namespace, tell: Callable[[int, int, str], None]) -> dict[str, Any]:
-    """The whole study as JSON-able values."""
+    """Run the whole study; its results as JSON-able values."""
     warnings.simplefilter("ignore", SharedBudgetWarning)  # the conversations are nobody's
     model = load(given.model)
     found = calibration(model, np.random.default_rng(3), given.data, given.calibrate, given.rank)
@@ -236,7 +237,7 @@ def study(given: argparse.Namespace, tell: Callable[[int, int, str], None]) -> d
 
 
 def table(data: dict[str, Any]) -> str:
-    """Markdown: the shape of the paper's Table 4 beside its Figures 10 and 11."""
+    """Write the Markdown table: the shape of the paper's Table 4 beside its Figures 10 and 11."""
     base = data["base"]
     peak = base["balance"]["before"]["device_peak_to_mean"]
     head = ["unit", "gamma", "way", "first", "perception", "cognition", "change, points", "loss",

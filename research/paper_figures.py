@@ -1,4 +1,4 @@
-"""Figures of the paper on Capacity-Aware Inference (arXiv 2503.05066), on what is at hand.
+"""Figures of the paper on Capacity-Aware Inference (arXiv 2503.05066), on our traces and model.
 
     python research/paper_figures.py table2     Expert Drop beside Token and Expanded Drop
     python research/paper_figures.py figure7    dropped share against the capacity factor
@@ -31,7 +31,7 @@ from paceline.demo.assets import domains, load_model, read_text
 from paceline.evaluation.perplexity import Losses, batch_losses, change
 from paceline.plan import Plan
 from paceline.traces import Trace, open_trace, sample
-from paceline.traces.bearing import keeps_of
+from paceline.traces.policy_support import supported_keeps
 from paceline.traces.record import Recorder
 from paceline.traces.simulate import simulate
 
@@ -52,7 +52,7 @@ SAMPLES = {"DeepSeek-V2-Lite, law": "esft_v2lite_law", "DeepSeek-V2-Lite, intent
 
 @lru_cache(maxsize=1)
 def demo() -> tuple[Any, list[Batch]]:
-    """The demo model, and batches in which all its texts are mixed."""
+    """Load the demo model, and batches in which all its texts are mixed."""
     model, tokenizer = load_model()
     parts = [cut(name, tokenizer(read_text(name), verbose=False)["input_ids"], LENGTH, SEQUENCES)
              for name in domains()]  # fmt: skip
@@ -60,7 +60,7 @@ def demo() -> tuple[Any, list[Batch]]:
 
 
 def skipped_experts(loads: Tensor, share: float = SKIPPED) -> Tensor:
-    """The least loaded experts of a forward, at least one; of equal ones the first.
+    """Find the least loaded experts of a forward, at least one; of equal ones the first.
 
     Args:
         loads: [experts] tokens.
@@ -127,7 +127,7 @@ class Counted:
 
 @lru_cache(maxsize=1)
 def measured() -> dict[str, tuple[Losses, Counted]]:
-    """Every method on every batch: losses and loads."""
+    """Run every method on every batch: losses and loads."""
     model, batches = demo()
     found: dict[str, tuple[Losses, Counted]] = {"none": (Losses(), Counted())}
     for batch in batches:
@@ -159,7 +159,7 @@ def measured() -> dict[str, tuple[Losses, Counted]]:
 
 
 def table2() -> list[dict[str, Any]]:
-    """Perplexity change, and what is left of the load, of every method."""
+    """Compare every method with no cap: perplexity change, and the load that is left."""
     runs = measured()
     base = runs["none"][0]
     rows = []
@@ -181,23 +181,23 @@ def figure7(traces: Mapping[str, Trace]) -> list[dict[str, Any]]:
     rows = []
     for traffic, trace in traces.items():
         plans = {"none": Plan(placements=(DEVICES,))}
-        keep = keeps_of(trace)[0]
+        keep = supported_keeps(trace)[0]
         for unit in ("expert", "device"):
             for gamma in GAMMAS:
                 cap: Any = {"unit": unit, "keep": keep, "min_expert_load": 0}
                 policy = CapacityPolicy(capacity_factor=gamma, **cap)
                 plans[f"{unit} {gamma}"] = Plan((policy,), (DEVICES,))
-        found = simulate(trace, plans)["plans"]
+        found = simulate(trace, plans).plans
         rows += [
             {"traffic": traffic, "unit": unit}
-            | {f"{g:g}": found[f"{unit} {g}"]["overall"]["dropped_share"] for g in GAMMAS}
+            | {f"{g:g}": found[f"{unit} {g}"].overall.dropped_share for g in GAMMAS}
             for unit in ("expert", "device")
         ]
     return rows
 
 
 def figure8(traces: Mapping[str, Trace]) -> list[dict[str, Any]]:
-    """Mean gate score of the expert that a token ranks first, second, ..., as far as recorded."""
+    """Compute the mean gate score of tokens' first, second, ... expert, as far as recorded."""
     rows = []
     for traffic, trace in traces.items():
         sums: Tensor | None = None
@@ -243,7 +243,7 @@ def figure9() -> list[dict[str, Any]]:
 
 @contextmanager
 def traffics() -> Iterator[dict[str, Trace]]:
-    """The sample traces in batches of 512 tokens or steps, and the demo model's scores."""
+    """Open the sample traces in batches of 512 tokens or steps, and the demo model's scores."""
     model, batches = demo()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace"
@@ -258,7 +258,7 @@ def traffics() -> Iterator[dict[str, Trace]]:
 
 
 def results(which: str) -> dict[str, Any]:
-    """One of the figures, or all of them."""
+    """Make one of the figures, or all of them."""
     found: dict[str, Any] = {}
     if which in ("table2", "all"):
         found["table2"] = table2()
@@ -274,7 +274,7 @@ def results(which: str) -> dict[str, Any]:
 
 
 def table2_page(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Table 2 as docs/study.md has it."""
+    """Write table 2 as docs/study.md has it."""
     lines = ["| method | perplexity | rows | busiest expert / mean |", "|---|---|---|---|"]
     for row in rows:
         error = f" ± {row['standard_error']:.2%}" if row["method"] != "none" else ""
@@ -286,13 +286,13 @@ def table2_page(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _signed(share: float, digits: int) -> str:
-    """A change in percent; nothing has no sign."""
+    """Write a change in percent; nothing has no sign."""
     rounded = round(100 * share, digits)
     return f"{rounded:+.{digits}f}%" if rounded else "0%"
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A Markdown table; of lists the first values."""
+    """Write a Markdown table; of lists the first values."""
 
     def text(value: Any) -> str:
         if isinstance(value, list):

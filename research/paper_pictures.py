@@ -1,4 +1,4 @@
-"""Pictures of results/paper_figures.json: the paper's Figures 7, 8 and 9 on what is at hand.
+"""Pictures of results/paper_figures.json: the paper's Figures 7, 8 and 9 on our traces and model.
 
     python research/paper_pictures.py figure9 --out figure9.svg
     python research/paper_pictures.py all --out FOLDER        SVG of each
@@ -33,7 +33,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def figure7(rows: Rows) -> go.Figure:
-    """Dropped share against the capacity factor, a line a traffic and unit."""
+    """Draw the dropped share against the capacity factor, a line per trace and unit."""
     traffics = list(dict.fromkeys(row["traffic"] for row in rows))
     lines = []
     for row in rows:
@@ -55,7 +55,7 @@ def figure7(rows: Rows) -> go.Figure:
 
 
 def figure8(rows: Rows, most: int = 16) -> go.Figure:
-    """Mean gate score by rank; only the chosen experts' are recorded of the samples."""
+    """Draw the mean gate score by rank; of the samples only the chosen experts' are recorded."""
     lines = [
         go.Scatter(
             x=list(range(1, len(row["mean_score"][:most]) + 1)),

@@ -71,7 +71,7 @@ Caps were never part of the training.
 
 
 def config() -> Qwen3VLMoeConfig:
-    """The model's sizes."""
+    """Return the model's configuration."""
     rope = {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [4, 6, 6]}
     text = {
         "vocab_size": len(WORDS), "hidden_size": 96, "intermediate_size": 192,
@@ -93,7 +93,7 @@ def config() -> Qwen3VLMoeConfig:
 
 
 def made() -> Any:
-    """An untrained model; that places differ is seen from the first step on."""
+    """Make an untrained model that tells places apart from the first step on."""
     model = Qwen3VLMoeForConditionalGeneration(config())
     with torch.no_grad():
         model.model.visual.pos_embed.weight.normal_(std=0.5)
@@ -101,13 +101,13 @@ def made() -> Any:
 
 
 def load(folder: Path) -> Any:
-    """The trained model in evaluation mode, in single precision."""
+    """Load the trained model in evaluation mode, in single precision."""
     model = Qwen3VLMoeForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
     return model.eval()
 
 
 def answers(model: Any, batch: Conversations) -> tuple[Tensor, Tensor, Tensor, Any]:
-    """Loss of every answer, whether it is right, its category, all [answers]; and the output."""
+    """Compute loss, correctness and category of every answer, all [answers]; and the output."""
     out = model(**batch.given, use_cache=False)
     asked = batch.labels != IGNORED
     logits, right = out.logits[asked].float(), batch.labels[asked]

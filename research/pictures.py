@@ -1,4 +1,4 @@
-"""Pictures of clothes on a grid and questions about them: what the picture model learns.
+"""Pictures of clothes on a grid and questions about them, for the picture model to learn.
 
 The clothes are Fashion-MNIST (28 x 28 pixels, MIT licence), got as a Debian package. A picture has
 3 x 3 cells, some of them empty, and a conversation asks several things about it, in words:
@@ -56,7 +56,7 @@ class Conversations:
 
 
 def clothes(folder: Path, part: str) -> tuple[Array, Array]:
-    """Fashion-MNIST's images [n, 28, 28] of the known kinds, and their kind [n].
+    """Load Fashion-MNIST's images [n, 28, 28] of the known kinds, and their kind [n].
 
     Args:
         folder: keeps what was got; filled through apt-get where it is empty.
@@ -81,7 +81,7 @@ def clothes(folder: Path, part: str) -> tuple[Array, Array]:
 def _picture(
     draw: np.random.Generator, images: Array, kinds: Array
 ) -> tuple[Array, NDArray[np.int64]]:
-    """A picture [84, 84], and what its cells hold [9]: a kind, or -1 for nothing."""
+    """Draw a picture [84, 84] and the contents of its cells [9]: a kind, or -1 for nothing."""
     filled = draw.integers(3, SIDE * SIDE)
     cells = np.full(SIDE * SIDE, -1)
     canvas = np.zeros((SIDE * CELL, SIDE * CELL), np.uint8)
@@ -102,7 +102,7 @@ def _picture(
 
 
 def _question(draw: np.random.Generator, cells: NDArray[np.int64]) -> tuple[str, list[str], str]:
-    """(category, words, answer) of a question that these cells [9] answer."""
+    """Ask a question that these cells [9] answer: (category, words, answer)."""
     kind = list(KINDS.values())
     full, there = np.flatnonzero(cells >= 0), np.unique(cells[cells >= 0])
     absent = np.setdiff1d(np.arange(len(kind)), there)
@@ -137,7 +137,7 @@ def _question(draw: np.random.Generator, cells: NDArray[np.int64]) -> tuple[str,
 def conversations(
     draw: np.random.Generator, images: Array, kinds: Array, batch: int, questions: int
 ) -> Conversations:
-    """A batch of pictures, each with so many questions and answers behind it."""
+    """Make a batch of pictures, each with so many questions and answers behind it."""
     pixels, ids, labels, held, categories = [], [], [], [], []
     words = np.array([*(ID[w] for w in KINDS.values()), ID["nothing"]])
     for _ in range(batch):

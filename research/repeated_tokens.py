@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def demo_part(options: argparse.Namespace) -> dict[str, Any]:
-    """The embedded model: usual prompts are held-out texts of all domains."""
+    """Load the embedded model: usual prompts are held-out texts of all domains."""
     model, tokenizer = load_model()
     count, length = options.sequences * options.ranks, options.length
     names = [domains()[i % len(domains())] for i in range(count)]
@@ -82,7 +82,7 @@ def demo_part(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def random_part(options: argparse.Namespace) -> dict[str, Any]:
-    """A random model of larger experts, which weigh more in its time; usual tokens are random."""
+    """Build a random model of larger experts, which take more of its time; prompts are random."""
     model = random_model(layers=4, share=0.5)
     rng = torch.Generator().manual_seed(1)
     shape = (options.sequences * options.ranks, options.length)
@@ -90,7 +90,7 @@ def random_part(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def worst_token(model: Any, ranks: int, length: int = 32) -> int:
-    """Of 256 tokens the one that gives, repeated, most rows to one of the ranks, layer by layer."""
+    """Find the one of 256 tokens that, repeated, gives most rows to one rank, layer by layer."""
     experts = model.config.num_experts
     rank_of = torch.tensor(ExpertPlacement.contiguous(experts, ranks).expert_to_device)
     rng = torch.Generator().manual_seed(0)
@@ -187,7 +187,7 @@ class RowsHere:
 
 
 def gathered(own: Tensor) -> Tensor:
-    """[ranks, ...] what every rank has."""
+    """Gather every rank's values, [ranks, ...]."""
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, own)
     return torch.stack(everyone)

@@ -1,4 +1,4 @@
-"""Whether stand-ins carry over to a model of another recipe: train a small one, calibrate, judge.
+"""Stand-ins on a model of another recipe: train a small one, calibrate, judge.
 
 DeepSeek-V3's architecture: sigmoid router, balanced by a bias on the choice instead of a loss
 (Wang et al., arXiv 2408.15664), renormalised weights, one shared expert, latent attention; 16
@@ -31,8 +31,8 @@ from paceline.batches import Sampling, cut, separate
 from paceline.calibration.collect import calibrate
 from paceline.cli.output import progress
 from paceline.demo.assets import domains, load_model, read_text
-from paceline.demo.study import balance, drops, flat, run_policy
-from paceline.evaluation.perplexity import as_dict, change
+from paceline.evaluation.perplexity import change, run_policy
+from paceline.evaluation.results import Balance
 from paceline.files import to_json, write_text
 from paceline.system_info import system_info
 
@@ -70,7 +70,7 @@ def _tokens(each: int) -> dict[str, Tensor]:
 
 
 def _move_bias(model: Any, loads: list[Tensor]) -> None:
-    """Favour experts with less than the mean load, as DeepSeek-V3's routers do."""
+    """Update the routers' bias towards experts below the mean load, as DeepSeek-V3 does."""
     for layer, load in zip(model.model.layers, loads, strict=True):
         bias = layer.mlp.gate.e_score_correction_bias
         bias += BIAS_RATE * (load.float().mean() - load).sign()
@@ -135,7 +135,7 @@ def judge(
     tokens: Annotated[int, typer.Option(help="Of calibration, of each domain.")] = 16384,
     rank: Annotated[int, typer.Option(help="Of the stand-ins.")] = 16,
 ) -> None:
-    """Calibrate on training text and judge on held-out text, one-domain batches of 4,096 tokens."""
+    """Fit stand-ins on training text and judge on held-out text, batches of 4,096 tokens."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     _, tokenizer = load_model()
     texts = training_texts(tokens, None)
@@ -156,7 +156,8 @@ def judge(
         with attach(model, None, where, calibration=found) as pace:
             if base is None:
                 free = run_policy(model, pace, None, batches, lambda: None)
-                base, loads = free.losses, balance(flat(free.layers), "before")
+                base = free.losses
+                loads = Balance.of(free.all_layers(), "before").to_dict()
             for text in POLICIES:
                 if placed and "expert" in text:
                     continue  # the same as in order
@@ -169,8 +170,8 @@ def judge(
                         {
                             "policy": str(policy),
                             "placed": placed,
-                            "perplexity_change": as_dict(after),
-                            **drops(flat(run.layers)),
+                            "perplexity_change": after.to_dict(),
+                            **run.shares().drops(),
                         }
                     )
     assert base is not None

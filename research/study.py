@@ -71,7 +71,7 @@ COMMANDS = {
 
 
 def whole(command: str) -> str:
-    """A command on the whole traces, in the folder `traces`, in batches twice as large.
+    """Rewrite a command for the whole traces in the folder `traces`, in batches twice as large.
 
     >>> whole("paceline loads sample:esft_v2lite_law --batch-tokens 512")[:50]
     'paceline loads traces/esft_v2lite_law.npz --batch-'
@@ -94,7 +94,7 @@ _KEPT = ("schema", "devices", "batch_tokens", "batches", "batches_are", "judged_
 
 
 def run(name: str, commands: Mapping[str, str] = COMMANDS) -> dict[str, Any]:
-    """What a command says, run in a folder that has the configs, without what differs by machine.
+    """Run a command in a folder that has the configs: its result, without machine details.
 
     Raises:
         RuntimeError: if it fails.
@@ -113,7 +113,7 @@ def run(name: str, commands: Mapping[str, str] = COMMANDS) -> dict[str, Any]:
 
 
 def way(result: Mapping[str, Any], placement: str, unit: Any, gamma: Any) -> Mapping[str, Any]:
-    """One of a report's ways."""
+    """Find one of a report's ways."""
     found: Mapping[str, Any]
     for found in result["ways"]:
         if (found["placement"], found["unit"], found["gamma"]) == (placement, unit, gamma):
@@ -122,7 +122,7 @@ def way(result: Mapping[str, Any], placement: str, unit: Any, gamma: Any) -> Map
 
 
 def tables(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """The tables of docs/study.md, by the question they answer."""
+    """Write the tables of docs/study.md, by the question they answer."""
     traffics = {"law": "report_law", "intent": "report_intent", "gpt-oss, decode": "report_decode"}
     out = {}
     rows = []
@@ -241,7 +241,7 @@ def tables(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 
 def load(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
-    """The results that are kept."""
+    """Load the committed results."""
     names = COMMANDS if folder == RESULTS else WHOLE_COMMANDS
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in names}
 
@@ -264,7 +264,7 @@ def _table(names: list[str], rows: list[list[str]]) -> str:
 
 
 def prepare(folder: Path) -> None:
-    """What commands name, in the current folder: config files, prompts, the demo model's trace.
+    """Write the files that commands name: configs, prompts, the demo model's trace.
 
     Raises:
         RuntimeError: if the trace can't be recorded.

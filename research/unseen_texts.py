@@ -21,10 +21,9 @@ from paceline import CapacityPolicy, attach
 from paceline.batches import Batch, Sampling, separate
 from paceline.calibration.collect import calibrate
 from paceline.cli.output import progress
-from paceline.demo.assets import load_model
-from paceline.demo.plan import DEVICES
-from paceline.demo.study import PolicyRun, held_out, run_policy
-from paceline.evaluation.perplexity import Losses, as_dict, change
+from paceline.demo.assets import held_out, load_model
+from paceline.demo.settings import DEVICES
+from paceline.evaluation.perplexity import Losses, PolicyRun, change, run_policy
 from paceline.files import to_json, write_text
 from paceline.system_info import system_info
 
@@ -81,18 +80,18 @@ def main() -> None:
 def judged(
     base: Losses, run: PolicyRun, batches: list[Batch], seen: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Perplexity change on texts seen and not, and how far the inputs of each text were."""
+    """Measure the perplexity change on seen and unseen texts, and how far their inputs were."""
     after = change(base, run.losses)
     far: dict[str, list[float]] = {}
     for batch, layers in zip(batches, run.layers, strict=True):
-        known = [layer["stand_in_distance"] for layer in layers]
+        known = [layer.stand_in_distance for layer in layers]
         far.setdefault(batch.sources[0], []).extend(x for x in known if x is not None)
     distance = {name: statistics.fmean(values) for name, values in far.items() if values}
     return {
         "calibrated_on": list(seen),
-        "perplexity_change": as_dict(after),
-        "seen": _mean(after.by_source, seen, True),
-        "never_seen": _mean(after.by_source, seen, False),
+        "perplexity_change": after.to_dict(),
+        "seen": _mean(after.by_domain, seen, True),
+        "never_seen": _mean(after.by_domain, seen, False),
         "stand_in_distance": distance,
     }
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 
 from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs
-from paceline.keeps import KEEPS
+from paceline.policy import KEEPS
 
 FACTORS = [0.1, 1e-3, 1 / 3, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3, 0.1 + 0.2, 1e30]
 ID_DTYPES = [torch.uint8, torch.int16, torch.int32, torch.int64]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paceline.demo.assets import shipped_decode, shipped_sweep
-from paceline.evaluation.sweep_file import read_sweep
+from paceline.evaluation.results import read_sweep
 from paceline.reporting.quality_figures import decode_figure
 
 ROOT = Path(__file__).parent.parent
@@ -44,7 +44,7 @@ def test_the_demo_page_shows_the_measured_sweep() -> None:
     assert shipped == read_sweep(ROOT / "benchmarks" / "results" / "sweep.json"), (
         "run python benchmarks/quality.py sweep --ship"
     )
-    assert {point["compensate"] for point in shipped["points"]} == {False, True}
+    assert {point.compensate for point in shipped.points} == {False, True}
 
 
 @pytest.mark.parametrize(("page", "tables"), [("decode", "active"), ("quality", "quality")])

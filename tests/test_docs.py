@@ -70,6 +70,7 @@ def test_the_readme_lists_every_verb() -> None:
         assert f"`paceline {verb}" in readme, verb
 
 
+@pytest.mark.full
 def test_the_site_has_every_page_and_no_broken_link(tmp_path: Path) -> None:
     """`make docs-site` in its strict form: a page outside the menu, or a dead link, is an error."""
     made = subprocess.run(

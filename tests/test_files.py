@@ -1,18 +1,24 @@
-"""Files that verbs write are the old one or the new one, whoever is killed when."""
+"""Files that verbs write are the old one or the new one, whenever a process is killed."""
 
 from __future__ import annotations
 
 import ast
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from paceline.files import whole_file
+from paceline import ExpertPlacement, Plan
+from paceline.cli.app import app
+from paceline.files import atomic_file
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "paceline"
 
@@ -20,10 +26,10 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "paceline"
 WRITER = """
 import sys
 from pathlib import Path
-from paceline.files import whole_file
+from paceline.files import atomic_file
 path = Path(sys.argv[1])
 for number in range(10**9):
-    with whole_file(path) as file, file.open("w") as handle:
+    with atomic_file(path) as file, file.open("w") as handle:
         for _ in range(1 + number % 7):
             handle.write("abcdefg"[number % 7] * 200_000)
             handle.flush()
@@ -53,26 +59,25 @@ def test_a_killed_writer_leaves_a_whole_file(tmp_path: Path) -> None:
 def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
-    with pytest.raises(UnicodeEncodeError), whole_file(path) as file:
+    with pytest.raises(UnicodeEncodeError), atomic_file(path) as file:
         file.write_text("half" + 9000 * "x" + chr(0xD800), encoding="utf-8")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
 
-FULL = """
-import resource, signal, sys, warnings
-from pathlib import Path
-from typer.testing import CliRunner
-from paceline import ExpertPlacement
-from paceline.cli.app import app
-from paceline.plan import Plan
-warnings.simplefilter("ignore")
-Plan((), (ExpertPlacement.explicit([e % 8 for e in range(32)]),)).save("plan.toml")
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that a write fails as on a full disk
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)
-ran = CliRunner().invoke(app, sys.argv[2:])
-print(ran.exit_code, ran.output.strip().splitlines()[-1])
-"""
+@contextmanager
+def full_disk(room: int) -> Iterator[None]:
+    """Let no file grow beyond so many bytes: writes fail as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    former = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, former)
+
+
 SAMPLE = "sample:esft_v2lite_law"
 
 
@@ -87,22 +92,23 @@ SAMPLE = "sample:esft_v2lite_law"
     ids=lambda value: value[0] if isinstance(value, tuple) else str(value),
 )
 def test_a_disk_that_is_full_is_one_sentence_that_names_the_file(
-    room: int, verb: tuple[str, ...], tmp_path: Path
+    room: int, verb: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", FULL, str(room), *verb], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.startswith("2 paceline: "), ran.stdout
-    assert "too large" in ran.stdout  # what the system says of a file that may not grow
-    assert verb[-1] in ran.stdout
+    monkeypatch.chdir(tmp_path)
+    Plan((), (ExpertPlacement.explicit([e % 8 for e in range(32)]),)).save("plan.toml")
+    with full_disk(room):
+        ran = CliRunner().invoke(app, verb)
+    assert ran.exit_code == 2, ran.output
+    (sentence,) = (line for line in ran.stderr.splitlines() if line.startswith("paceline: "))
+    assert "too large" in sentence  # the system's message for a file that may not grow
+    assert verb[-1] in sentence
     assert {path.name for path in tmp_path.iterdir()} <= {"plan.toml", "trace"}
 
 
 def test_an_open_file_is_open_to_others_as_the_process_says(tmp_path: Path) -> None:
     former = os.umask(0o027)
     try:
-        with whole_file(tmp_path / "file", private=False) as file:
+        with atomic_file(tmp_path / "file", private=False) as file:
             file.write_text("new")
     finally:
         os.umask(former)
@@ -114,8 +120,8 @@ def test_an_open_file_is_open_to_others_as_the_process_says(tmp_path: Path) -> N
 WHOLE_FOLDERS = {"checkpoint/reorder.py", "engines/vllm/command.py", "files.py"}
 
 
-def test_nothing_is_written_beside_whole_files() -> None:
-    """Every call that writes a file stands inside `with whole_file(...)`, or in a whole folder."""
+def test_nothing_is_written_without_atomic_file() -> None:
+    """Every call that writes a file stands inside `with atomic_file(...)`, or in a whole folder."""
     found = []
     for path in sorted(SOURCE.rglob("*.py")):
         name = str(path.relative_to(SOURCE))
@@ -127,7 +133,7 @@ def test_nothing_is_written_beside_whole_files() -> None:
 def _bare_writes(node: ast.AST, inside: bool = False) -> list[int]:
     if isinstance(node, ast.With):
         calls = [item.context_expr for item in node.items]
-        inside |= any(isinstance(c, ast.Call) and _name(c).endswith("whole_file") for c in calls)
+        inside |= any(isinstance(c, ast.Call) and _name(c).endswith("atomic_file") for c in calls)
     lines = []
     if isinstance(node, ast.Call) and not inside and _writes(node):
         lines.append(node.lineno)

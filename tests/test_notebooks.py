@@ -21,6 +21,6 @@ def test_notebook_runs(path: Path) -> None:
             continue
         assert cell["outputs"] == [], "kept without outputs"
         exec(compile("".join(cell["source"]), f"{path.name}, cell {number}", "exec"), names)
-    assert names["loosest"]["gain"] >= 1.1
+    assert names["loosest"].gain >= 1.1
     assert type(names["figure"]).__module__.startswith("plotly.graph_objs")
     assert names["figure"].layout.title.text == "Busiest device of every layer"

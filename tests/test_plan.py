@@ -37,8 +37,14 @@ POLICY = CapacityPolicy(capacity_factor=1.25)
         ),
         ("version = 1\nplacements = 3", "must be an array of tables"),
         ("version = 1\npolicy = [1]", "must be an array of tables"),
-        ("version = 1\n[policy]\ncapacity_factor = nan", "capacity_factor=nan"),
-        ("version = 1\n[policy]\npool = {a = 1}", "pool="),
+        (
+            "version = 1\n[policy]\ncapacity_factor = nan",
+            "capacity_factor must be a number > 0, inf or None, got nan",
+        ),
+        (
+            "version = 1\n[policy]\npool = {a = 1}",
+            "pool must be 'batch', 'source' or 'request', got {'a': 1}",
+        ),
         (
             "version = 1\n[placement]\nnum_devices = 2.0",
             "num_devices must be a whole number >= 1, got 2.0",

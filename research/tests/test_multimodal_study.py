@@ -124,7 +124,7 @@ def test_whose_assignments_are_dropped() -> None:
             found = study.summary("cap", base, judge)["dropped"]
             shares[first] = {name: found[name]["share"] for name in ("image", "text")}
             lost = sum(both[0] for layers in judge.dropped.values() for both in layers.values())
-            assert lost == sum(s["dropped"] for layers in judge.layers for s in layers) > 0
+            assert lost == sum(s.dropped for layers in judge.layers for s in layers) > 0
             tokens = batches[0].given["attention_mask"].sum()
             of = sum(both[1] for layers in judge.dropped.values() for both in layers.values())
             assert of == tokens * picture_model.TOP_K * picture_model.LAYERS

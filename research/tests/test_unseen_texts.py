@@ -14,10 +14,9 @@ import pytest
 from paceline import CapacityPolicy, attach
 from paceline.batches import Sampling, separate
 from paceline.calibration.collect import calibrate
-from paceline.demo.assets import load_model, read_text
-from paceline.demo.plan import DEVICES
-from paceline.demo.study import flat, held_out, run_policy
-from paceline.evaluation.perplexity import change
+from paceline.demo.assets import held_out, load_model, read_text
+from paceline.demo.settings import DEVICES
+from paceline.evaluation.perplexity import change, run_policy
 
 SEEN = ("c", "german", "html", "maths")
 
@@ -38,7 +37,7 @@ def test_text_never_seen_loses_less_than_by_dropping_and_is_said_to_be_far() -> 
             policy = CapacityPolicy.parse(f"capacity_factor=1,unit=expert{way}")
             run = run_policy(model, pace, policy, batches, lambda: None)
             mean[way] = change(base, run.losses).mean
-            far += [layer["stand_in_distance"] for layer in flat(run.layers) if way]
+            far += [layer.stand_in_distance for layer in run.all_layers() if way]
     for way in list(mean)[1:]:
         assert mean[way] < 0.8 * mean[""], f"{way}: {mean}"
     # about 1 where inputs are like the calibration's

@@ -1,7 +1,8 @@
-"""Turn texts into fixed batches: of one text each, or mixed from all of them."""
+"""Batches of token sequences: of one text each, mixed from all texts, or of prompts."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,7 +42,7 @@ class Batch:
 
 
 def cut(source: str, token_ids: Sequence[int], length: int, limit: int | None = None) -> Sequences:
-    """Cut a text into sequences of `length` tokens; what is left over at the end is not used.
+    """Cut a text into sequences of `length` tokens; a shorter rest at the end is not used.
 
     A text shorter than `length` gives one shorter sequence. At most `limit` sequences.
 
@@ -56,7 +57,7 @@ def cut(source: str, token_ids: Sequence[int], length: int, limit: int | None = 
         check_count("limit", limit)
     if len(token_ids) < 2:
         raise ValueError(
-            f"{source} gives {len(token_ids)} tokens: allowed are two or more of a tokenizer's."
+            f"{source} must give at least two tokens of the tokenizer, got {len(token_ids)}."
         )
     length = min(length, len(token_ids))
     count = len(token_ids) // length
@@ -66,7 +67,7 @@ def cut(source: str, token_ids: Sequence[int], length: int, limit: int | None = 
 
 
 def separate(parts: Sequence[Sequences], rows: int) -> list[Batch]:
-    """Batches of up to `rows` sequences, each of one text only.
+    """Return batches of up to `rows` sequences, each of one text only.
 
     >>> [len(b.ids) for b in separate([cut("a", [1, 2, 3, 4, 5, 6], length=2)], rows=2)]
     [2, 1]
@@ -80,7 +81,7 @@ def separate(parts: Sequence[Sequences], rows: int) -> list[Batch]:
 
 
 def mixed(parts: Sequence[Sequences], rows: int) -> list[Batch]:
-    """The same sequences dealt round-robin, so that every batch holds all texts alike.
+    """Return batches of the sequences in turn of every text, so that all batches are alike.
 
     Raises:
         ValueError: if the texts were cut into sequences of different lengths.
@@ -90,12 +91,12 @@ def mixed(parts: Sequence[Sequences], rows: int) -> list[Batch]:
     """
     check_count("rows", rows)
     if not parts:
-        raise ValueError("parts is empty: allowed is at least one text.")
-    if len({part.ids.shape[1] for part in parts}) > 1:
-        lengths = sorted({part.ids.shape[1] for part in parts})
+        raise ValueError("parts must have at least one text, got none.")
+    lengths = sorted({part.ids.shape[1] for part in parts})
+    if len(lengths) > 1:
         raise ValueError(
-            f"mixed batches of sequences of {lengths[0]} to {lengths[-1]} tokens: allowed is one "
-            "length, so longer texts."
+            f"mixed batches need sequences of one length, got {lengths[0]} to {lengths[-1]} "
+            "tokens: give longer texts."
         )
     longest = max(len(part.ids) for part in parts)
     dealt = [
@@ -114,7 +115,7 @@ def mixed(parts: Sequence[Sequences], rows: int) -> list[Batch]:
 
 
 def tokens_by_source(parts: Sequence[Sequences]) -> Mapping[str, int]:
-    """Tokens used of each text.
+    """Count the tokens used of each text.
 
     >>> tokens_by_source([cut("a", [1, 2, 3, 4, 5], length=2)])
     {'a': 4}
@@ -123,7 +124,7 @@ def tokens_by_source(parts: Sequence[Sequences]) -> Mapping[str, int]:
 
 
 def check_length(model: Any, length: int) -> None:
-    """Refuse sequences that are longer than a model can read.
+    """Check that a model can read sequences of a length.
 
     Raises:
         ValueError: naming the length and the most that the model's config allows.
@@ -131,7 +132,9 @@ def check_length(model: Any, length: int) -> None:
     config = model.config.get_text_config() if hasattr(model, "config") else None
     limit = getattr(config, "max_position_embeddings", None)
     if isinstance(limit, int) and length > limit:
-        raise ValueError(f"sequences of {length} tokens: allowed are {limit} for this model.")
+        raise ValueError(
+            f"sequences must have at most {limit} tokens for this model, got {length}."
+        )
 
 
 _CHARACTERS = 64  # more than a token has on average, in any text
@@ -139,13 +142,13 @@ _CHARACTERS = 64  # more than a token has on average, in any text
 
 @dataclass(frozen=True)
 class Sampling:
-    """Which tokens to run and how.
+    """Choice of tokens to run, and their batches.
 
     Attributes:
-        tokens: at most so many in all, shared equally by the texts.
-        batch_size: sequences a batch.
-        sequence_length: tokens a sequence.
-        mix: deal the sequences of all texts into every batch, else batches of one text.
+        tokens: most of all texts together, shared equally by them.
+        batch_size: sequences per batch.
+        sequence_length: tokens per sequence.
+        mix: True: every batch has sequences of all texts; False: batches of one text.
     """
 
     tokens: int = 16384
@@ -161,13 +164,13 @@ class Sampling:
 def make_batches(
     tokenizer: Any, texts: Mapping[str, str], sampling: Sampling
 ) -> tuple[list[Batch], Mapping[str, int]]:
-    """Batches of the texts and the tokens used of each.
+    """Return batches of the texts, and the tokens used of each.
 
     Raises:
         ValueError: if a text is empty, or mixing needs longer texts.
     """
     if not texts:
-        raise ValueError("texts is empty: allowed is at least one text.")
+        raise ValueError("texts must have at least one text, got none.")
     share = max(2, sampling.tokens // len(texts))
     parts: list[Sequences] = []
     for name, text in texts.items():
@@ -176,3 +179,44 @@ def make_batches(
         parts.append(cut(name, ids[:share], sampling.sequence_length))
     deal = mixed if sampling.mix else separate
     return deal(parts, sampling.batch_size), tokens_by_source(parts)
+
+
+def prompt_batches(tokenizer: Any, prompts: Sequence[str], rows: int) -> list[Batch]:
+    """Return batches of up to `rows` prompts, padded on the left, with their attention mask.
+
+    Raises:
+        ValueError: if a prompt gives no tokens.
+    """
+    check_count("rows", rows)
+    tokens = [tokenizer(prompt, verbose=False)["input_ids"] for prompt in prompts]
+    if not all(tokens):
+        raise ValueError("a prompt gives no tokens.")
+    batches = []
+    for start in range(0, len(tokens), rows):
+        some = tokens[start : start + rows]
+        spare = [max(map(len, some)) - len(row) for row in some]
+        ids = [[padding_token(tokenizer)] * n + row for n, row in zip(spare, some, strict=True)]
+        mask = [[0] * n + [1] * len(row) for n, row in zip(spare, some, strict=True)]
+        given = {"attention_mask": torch.tensor(mask)}
+        batches.append(Batch(torch.tensor(ids), ("prompts",) * len(some), given))
+    return batches
+
+
+def padding_token(tokenizer: Any) -> int:
+    """Return the id of the token that pads a batch."""
+    return tokenizer.pad_token_id or tokenizer.eos_token_id or 0
+
+
+def run_batch(model: Any, batch: Batch) -> None:
+    """Run a batch through a model for the loads of its layers, without its logits.
+
+    A model that can leave logits out does so, which saves its largest buffer.
+    """
+    arguments = {"input_ids": batch.ids, **batch.given}
+    few = "logits_to_keep" in inspect.signature(model.forward).parameters
+    with torch.no_grad():
+        model(
+            **{name: value.to(model.device) for name, value in arguments.items()},
+            use_cache=False,
+            **({"logits_to_keep": 1} if few else {}),
+        )

@@ -1,4 +1,4 @@
-"""Read plain files of a bounded size; write files whole or not at all, even by who is killed."""
+"""Read plain files of a bounded size; write files atomically, even if the process is killed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MOST_SETTINGS = 1 << 24
 
 
 def read_plain(path: Path, limit: int, *, pipes: bool = False) -> bytes:
-    """All of a file, of which nothing is known.
+    """Read a whole file from an untrusted source.
 
-    A pipe would be waited for, a device may never end.
+    Pipes and devices are refused: reading one may never end.
 
     Args:
         path: of the file.
         limit: bytes that it may have.
-        pipes: whether a pipe is read as well, as a shell makes one of `<(command)`.
+        pipes: True to read a pipe too, as a shell makes one of `<(command)`.
 
     Raises:
         ValueError: if it is no plain file, or too large; "it is ...", without the path.
@@ -35,8 +35,8 @@ def read_plain(path: Path, limit: int, *, pipes: bool = False) -> bytes:
     status = path.stat()
     pipe = pipes and stat.S_ISFIFO(status.st_mode)
     if not (pipe or stat.S_ISREG(status.st_mode)):
-        what = "a folder" if stat.S_ISDIR(status.st_mode) else "no plain file"
-        raise ValueError(f"it is {what}")
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "no plain file"
+        raise ValueError(f"it is {kind}")
     with path.open("rb") as file:
         content = file.read(limit + 1)
     if len(content) > limit:
@@ -45,14 +45,14 @@ def read_plain(path: Path, limit: int, *, pipes: bool = False) -> bytes:
 
 
 @contextmanager
-def whole_file(path: Path, *, private: bool = True) -> Iterator[Path]:
-    """A file to write, which takes the place of `path` when the block ends without an error.
+def atomic_file(path: Path, *, private: bool = True) -> Iterator[Path]:
+    """Yield a file to write, which replaces `path` when the block ends without an error.
 
-    It is on the disk by then, so that a machine that goes down leaves no half file either.
+    It is on the disk by then, so that a power failure leaves no half file either.
 
     Args:
-        path: to replace, or to make; its folder is there.
-        private: readable by its owner only, else as the process makes files.
+        path: to replace or create; its folder must exist.
+        private: True: readable by its owner only; False: as the process creates files.
 
     Raises:
         OSError: if the folder can't be written.
@@ -60,12 +60,12 @@ def whole_file(path: Path, *, private: bool = True) -> Iterator[Path]:
     Examples:
         >>> from tempfile import TemporaryDirectory
         >>> with TemporaryDirectory() as folder:
-        ...     with whole_file(Path(folder) / "a") as file:
+        ...     with atomic_file(Path(folder) / "a") as file:
         ...         _ = file.write_text("b")
         ...     print((Path(folder) / "a").read_text())
         b
     """
-    # made 0600; whoever is killed leaves it behind, under a name that no reader looks for
+    # made 0600; a killed process leaves it behind, under a name that no reader looks for
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     os.close(handle)
     made = Path(name)
@@ -83,17 +83,17 @@ def whole_file(path: Path, *, private: bool = True) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str, *, private: bool) -> None:
-    """Replace `path` by `text`, as `whole_file` does.
+    """Replace `path` by `text`, as `atomic_file` does.
 
     Raises:
         OSError: if the folder can't be written.
     """
-    with whole_file(path, private=private) as file:
+    with atomic_file(path, private=private) as file:
         file.write_text(text, encoding="utf-8")
 
 
 def save_tensors(tensors: dict[str, Any], path: Path, metadata: dict[str, str]) -> None:
-    """Write a safetensors file, in a place that nobody reads yet.
+    """Write a safetensors file, in a place that nothing reads yet.
 
     Raises:
         OSError: naming the file, if it can't be written.
@@ -103,7 +103,7 @@ def save_tensors(tensors: dict[str, Any], path: Path, metadata: dict[str, str]) 
 
     try:
         save_file(tensors, path, metadata)
-    except SafetensorError as error:  # what the system said is in its text alone
+    except SafetensorError as error:  # the system's message is in its text alone
         code = re.search(r"os error (\d+)", str(error))
         if code is None:
             raise
@@ -111,7 +111,7 @@ def save_tensors(tensors: dict[str, Any], path: Path, metadata: dict[str, str]) 
 
 
 def to_json(data: Any) -> str:
-    """Indented, strictly valid JSON (no NaN)."""
+    """Write data as indented, strictly valid JSON (no NaN)."""
     return json.dumps(data, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
 
 

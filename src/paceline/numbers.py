@@ -1,4 +1,4 @@
-"""What counts as a whole number, whichever library it comes from."""
+"""Whole numbers of Python, NumPy and torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def whole_number(value: Any) -> int | None:
-    """An integer of Python, NumPy or torch as an int; None for anything else, a bool too.
+    """Return an integer of Python, NumPy or torch as an int; None for anything else, bool included.
 
     >>> whole_number(3), whole_number(True), whole_number("3")
     (3, None, None)
@@ -23,7 +23,7 @@ def whole_number(value: Any) -> int | None:
 
 
 def is_flag(value: Any) -> bool:
-    """Whether it is a truth value of Python, NumPy or torch, which also pass as 0 and 1.
+    """Return True for a bool of Python, NumPy or torch, which also passes as 0 or 1.
 
     >>> is_flag(True), is_flag(1)
     (True, False)
@@ -32,7 +32,7 @@ def is_flag(value: Any) -> bool:
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
-    """A number of things as an int.
+    """Check a count and return it as an int.
 
     Raises:
         ValueError: if it is no whole number, or too small.
@@ -42,5 +42,5 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
     """
     count = whole_number(value)
     if count is None or count < least:
-        raise ValueError(f"{name}={value!r} is not allowed: it is a whole number >= {least}.")
+        raise ValueError(f"{name} must be a whole number >= {least}, got {value!r}")
     return count

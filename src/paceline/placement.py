@@ -1,4 +1,4 @@
-"""Where things live: which device hosts which expert."""
+"""Expert placements: which device hosts which expert."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from paceline.numbers import whole_number
 from paceline.text import shortened
 
 MAX_DEVICES = 2**20
-"""Of a placement: a slip of a digit is not to fill the memory."""
+"""Limit on the devices of a placement: a typing error must not fill the memory."""
 
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """Expert -> device, over one id space: the experts as the kernel sees them.
+    """The device of every expert, with the experts numbered as the kernel sees them.
 
     Make one with `contiguous`, `explicit` or `per_expert`. Hashable, so it can key a cache.
     Whole numbers may be of any library.
@@ -43,20 +43,20 @@ class ExpertPlacement:
         hosts, count = _listed(self.expert_to_device), whole_number(self.num_devices)
         if count is None or not 1 <= count <= MAX_DEVICES:
             raise ValueError(
-                f"num_devices={shortened(self.num_devices)} is not allowed: it is a whole number "
-                f"from 1 to {MAX_DEVICES}."
+                f"num_devices must be a whole number from 1 to {MAX_DEVICES}, got "
+                f"{shortened(self.num_devices)}"
             )
         devices: list[int] = []
         for expert, host in enumerate(hosts):
             device = whole_number(host)
             if device is None or not 0 <= device < count:
                 raise ValueError(
-                    f"expert_to_device[{expert}]={shortened(host)} is not allowed: it is a device, "
-                    f"with num_devices={count} from 0 to {count - 1}."
+                    f"expert_to_device[{expert}] must be a device from 0 to {count - 1}, with "
+                    f"num_devices={count}, got {shortened(host)}"
                 )
             devices.append(device)
         if not devices:
-            raise ValueError("expert_to_device=() is not allowed: it has at least 1 expert.")
+            raise ValueError("expert_to_device must have at least 1 expert, got none")
         experts: list[list[int]] = [[] for _ in range(count)]
         for expert, device in enumerate(devices):
             experts[device].append(expert)
@@ -71,7 +71,7 @@ class ExpertPlacement:
 
     @classmethod
     def contiguous(cls, num_experts: int, num_devices: int) -> ExpertPlacement:
-        """Experts in order over the devices; sizes differ by at most one, larger first.
+        """Place experts in order over the devices; sizes differ by at most one, larger first.
 
         Raises:
             ValueError: unless 1 <= num_devices <= num_experts, both whole numbers.
@@ -82,13 +82,11 @@ class ExpertPlacement:
         """
         experts, devices = whole_number(num_experts), whole_number(num_devices)
         if experts is None or experts < 1:
-            raise ValueError(
-                f"num_experts={num_experts!r} is not allowed: it is a whole number >= 1."
-            )
+            raise ValueError(f"num_experts must be a whole number >= 1, got {num_experts!r}")
         if devices is None or not 1 <= devices <= experts:
             raise ValueError(
-                f"num_devices={num_devices!r} is not allowed: "
-                f"{experts} experts go on 1 to {experts} devices."
+                f"num_devices must be from 1 to {experts} for {experts} experts, got "
+                f"{num_devices!r}"
             )
         size, larger = divmod(experts, devices)
         sizes = [size + (device < larger) for device in range(devices)]
@@ -100,7 +98,7 @@ class ExpertPlacement:
         expert_to_device: Sequence[int] | Mapping[int, int],
         num_devices: int | None = None,
     ) -> ExpertPlacement:
-        """From a list (or a mapping of all experts) of devices; `num_devices` adds empty ones.
+        """Make a placement from a list (or mapping) of devices; `num_devices` adds empty ones.
 
         Raises:
             ValueError: on a gap in the experts, or a device outside [0, num_devices).
@@ -114,7 +112,7 @@ class ExpertPlacement:
             experts = list(hosts)
             if {whole_number(expert) for expert in experts} != set(range(len(experts))):
                 raise ValueError(
-                    f"expert_to_device has experts {experts}: allowed is every one from 0 up."
+                    f"expert_to_device must have every expert from 0 up, got {experts}"
                 )
             hosts = [hosts[expert] for expert in sorted(experts)]
         hosts = _listed(hosts)
@@ -124,7 +122,7 @@ class ExpertPlacement:
 
     @classmethod
     def per_expert(cls, num_experts: int) -> ExpertPlacement:
-        """Every expert a device of its own: what is meant where no placement is given.
+        """Place every expert on a device of its own, the default without a placement.
 
         Examples:
             >>> ExpertPlacement.per_expert(3).num_devices
@@ -134,11 +132,11 @@ class ExpertPlacement:
 
     @property
     def num_experts(self) -> int:
-        """Experts, over all devices."""
-        return len(self.expert_to_device)
+        """Number of experts on all devices."""
+        return len(self.expert_to_device)  # a constant to a compiler, which a field is not
 
     def experts_of(self, device: int) -> tuple[int, ...]:
-        """The experts on a device, in order.
+        """Return the experts on a device, in order.
 
         Raises:
             ValueError: for a device outside [0, num_devices).
@@ -149,20 +147,18 @@ class ExpertPlacement:
         """
         index = whole_number(device)
         if index is None or not 0 <= index < self.num_devices:
-            raise ValueError(
-                f"device={device!r} is not allowed: it is from 0 to {self.num_devices - 1}."
-            )
+            raise ValueError(f"device must be from 0 to {self.num_devices - 1}, got {device!r}")
         return self._experts[index]
 
 
 def _listed(hosts: Any) -> tuple[Any, ...]:
-    """The devices of the experts one by one, whatever sequence or array they come in."""
+    """Return the devices of the experts as a tuple, from any sequence or array."""
     try:
         if not isinstance(hosts, (str, bytes)):
             return tuple(hosts)
     except TypeError:  # it can't be iterated over
         pass
-    raise ValueError(f"expert_to_device={hosts!r} is not allowed: it is a device for each expert.")
+    raise ValueError(f"expert_to_device must be one device per expert, got {hosts!r}")
 
 
 def describe_placements(placements: Sequence[ExpertPlacement]) -> str:

@@ -1,4 +1,4 @@
-"""One file for everything that is decided about a model: policies, placements and calibration."""
+"""All decisions about a model in one file: policies, placements and calibration."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import tomli_w
 from pydantic import (
@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from paceline.files import MOST_SETTINGS, read_plain, whole_file
+from paceline.files import MOST_SETTINGS, atomic_file, read_plain
 from paceline.numbers import whole_number
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
@@ -39,6 +39,7 @@ _MODEL_FIELDS = ("layers", "experts", "k")
 _FILE_FIELDS = (
     "version", "calibration", "model", "policy", "policies", "placement", "placements", "slots",
 )  # fmt: skip
+_SEVERAL = {"policy": "policies", "placement": "placements"}
 _COUNT = "a whole number >= 1"
 _ALLOWED = {
     "policies": "a list of policies, one for all layers or one per layer",
@@ -48,9 +49,9 @@ _ALLOWED = {
     "slots": "a list of rows, one for all layers or one per layer",
     "slots[]": "a row of experts as whole numbers",
     "calibration": "the name of a folder",
+    "folder": "a path",
     **dict.fromkeys(_MODEL_FIELDS, _COUNT),
 }
-T = TypeVar("T")
 
 
 class PlanError(ValueError):
@@ -76,16 +77,17 @@ def _placement(value: Any) -> ExpertPlacement | int:
             f"placement must have the fields num_devices and expert_to_device, or one of them, "
             f"got {shortened(sorted(value))}."
         )
-    if devices is not None and whole_number(devices) is None:
+    count = None if devices is None else whole_number(devices) or 0
+    if count is not None and count < 1:
         raise PlanError(f"num_devices must be {_COUNT}, got {shortened(devices)}.")
-    if experts is None:
-        return _count(devices)
+    if experts is None and count is not None:
+        return count
     if not isinstance(experts, list) or any(type(device) is not int for device in experts):
         raise PlanError(
             f"expert_to_device must be a list of one device per expert, got {shortened(experts)}."
         )
     try:
-        return ExpertPlacement.explicit(experts, devices)
+        return ExpertPlacement.explicit(experts, count)
     except ValueError as error:
         raise PlanError(str(error)) from None
 
@@ -104,18 +106,15 @@ class Plan(BaseModel):
         experts: experts per layer; None: any.
         k: experts per token; None: any.
         slots: expert of every slot of a layer, one row for all layers or one per layer, for engines
-            that replicate experts; the slots lie on the devices in order, and are what such an
-            engine routes to. Empty: every expert has one place.
+            that replicate experts; slots lie on the devices in order. Empty: one place per expert.
         calibration: folder of the calibration, relative to the plan's file.
         folder: of the plan's file, None where it has none; plans that differ in it alone are equal.
 
     Raises:
-        PlanError: naming the field, its value and what it must be, or that there is neither one
-            policy (or placement) for all layers nor one per layer.
+        PlanError: naming the field, its value and what it must be.
 
-    Examples:
-        >>> Plan((CapacityPolicy(capacity_factor=1.25),), (8,)).policy_of(3).capacity_factor
-        1.25
+    >>> Plan((CapacityPolicy(capacity_factor=1.25),), (8,)).policy_of(3).capacity_factor
+    1.25
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -143,12 +142,11 @@ class Plan(BaseModel):
         return values
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Plan) and dict(self.replace(folder=None)) == dict(
-            other.replace(folder=None)
-        )
+        names = [name for name in Plan.model_fields if name != "folder"]
+        return isinstance(other, Plan) and all(getattr(self, n) == getattr(other, n) for n in names)
 
     def __hash__(self) -> int:
-        return hash((self.policies, self.placements, self.slots))
+        return hash((self.policies, self.placements))
 
     @model_validator(mode="after")
     def _consistent(self) -> Plan:
@@ -157,16 +155,14 @@ class Plan(BaseModel):
         if self.layers is not None:
             several["layers"] = self.layers
         if len(set(several.values())) > 1:
-            found = ", ".join(f"{count} {name}" for name, count in several.items())
-            raise PlanError(f"a plan must have one for all layers or one per layer, got {found}.")
+            listed = ", ".join(f"{count} {name}" for name, count in several.items())
+            raise PlanError(f"a plan must have one for all layers or one per layer, got {listed}.")
         for index, placement in enumerate(self.placements):
-            if isinstance(placement, ExpertPlacement) and self.experts not in (
-                None,
-                placement.num_experts,
-            ):
+            found = None if isinstance(placement, int) else placement.num_experts
+            if self.experts is not None and found not in (None, self.experts):
                 raise PlanError(
-                    f"placements[{index}] must have {self.experts} experts, as model.experts says, "
-                    f"got {placement.num_experts}."
+                    f"placements[{index}] must have {self.experts} experts, as in model.experts, "
+                    f"got {found}."
                 )
         if self.slots:
             self._check_slots()
@@ -193,46 +189,41 @@ class Plan(BaseModel):
             )
         if self.experts not in (None, experts):
             raise PlanError(
-                f"slots must name {self.experts} experts, as model.experts says, got {experts}."
+                f"slots must name {self.experts} experts, as in model.experts, got {experts}."
             )
 
     def replace(self, **changes: Any) -> Plan:
         """Return the plan with some fields changed, checked like a new one.
 
-        Examples:
-            >>> Plan(placements=(8,)).replace(layers=2).layers
-            2
+        >>> Plan(placements=(8,)).replace(layers=2).layers
+        2
         """
         return Plan(**{**dict(self), **changes})
 
     def policy_of(self, layer: int) -> CapacityPolicy | None:
         """Return the policy of a layer, None where the plan names none.
 
-        Examples:
-            >>> Plan().policy_of(0) is None
-            True
+        >>> Plan().policy_of(0) is None
+        True
         """
-        return _of_layer(self.policies, layer)
+        return self.policies[layer if len(self.policies) > 1 else 0] if self.policies else None
 
     def placement_of(self, layer: int) -> ExpertPlacement | int | None:
         """Return the placement of a layer (or a number of devices), None where there is none.
 
-        Examples:
-            >>> Plan(placements=(2,)).placement_of(0)
-            2
+        >>> Plan(placements=(2,)).placement_of(0)
+        2
         """
-        return _of_layer(self.placements, layer)
+        places = self.placements
+        return places[layer if len(places) > 1 else 0] if places else None
 
     def calibration_folder(self) -> Path | None:
         """Return the folder of the calibration, None where the plan names none.
 
-        Examples:
-            >>> Plan(calibration="found", folder=Path("plans")).calibration_folder()
-            PosixPath('plans/found')
+        >>> Plan(calibration="found", folder=Path("plans")).calibration_folder()
+        PosixPath('plans/found')
         """
         return None if self.calibration is None else (self.folder or Path()) / self.calibration
-
-    # -- against a model ------------------------------------------------------------------------
 
     def refuse_replicas(self) -> None:
         """Refuse a plan with slots, for callers that keep every expert in one place.
@@ -252,15 +243,10 @@ class Plan(BaseModel):
     def check_layers(self, count: int, replicates: bool = False) -> None:
         """Refuse a model with another number of MoE layers than the plan is for.
 
-        Args:
-            count: of the model's MoE layers.
-            replicates: True if experts may have several slots each.
-
         Raises:
-            PlanError: naming both, or that the plan replicates experts.
+            PlanError: naming both; or, unless `replicates`, that an expert has several slots.
 
-        Examples:
-            >>> Plan(layers=2).check_layers(2)
+        >>> Plan(layers=2).check_layers(2)
         """
         if not replicates:
             self.refuse_replicas()
@@ -282,8 +268,7 @@ class Plan(BaseModel):
         Raises:
             PlanError: naming the difference.
 
-        Examples:
-            >>> Plan(layers=2).check_model([8, 8], [2, 2])
+        >>> Plan(layers=2).check_model([8, 8], [2, 2])
         """
         self.check_layers(len(experts), replicates)
         planned = len(set(self.slots[0])) if self.slots else self.experts
@@ -296,21 +281,18 @@ class Plan(BaseModel):
                 raise PlanError(
                     f"the plan is for {self.k} experts per token, layer {index} uses {chosen}."
                 )
-            placement = self.placement_of(index)
-            if isinstance(placement, ExpertPlacement) and placement.num_experts != found:
+            places = self.placement_of(index)
+            placed = places.num_experts if isinstance(places, ExpertPlacement) else found
+            if placed != found:
                 raise PlanError(
-                    f"the plan places {placement.num_experts} experts in layer {index}, which has "
-                    f"{found}."
+                    f"the plan places {placed} experts in layer {index}, which has {found}."
                 )
-
-    # -- as a file ------------------------------------------------------------------------------
 
     def to_toml(self) -> str:
         """Return the plan as TOML; `from_toml` reads it back.
 
-        Examples:
-            >>> Plan(placements=(8,)).to_toml().splitlines()[0]
-            'version = 1'
+        >>> Plan(placements=(8,)).to_toml().splitlines()[0]
+        'version = 1'
         """
         out: dict[str, Any] = {"version": VERSION}
         if self.calibration is not None:
@@ -318,31 +300,29 @@ class Plan(BaseModel):
         known = {name: v for name in _MODEL_FIELDS if (v := getattr(self, name)) is not None}
         if known:
             out["model"] = known
-        out |= _one_or_several("policy", "policies", [p.changed_fields() for p in self.policies])
         if self.slots:
             out["slots"] = [list(row) for row in self.slots]
-        tables = [
+        placements = [
             {"num_devices": p}
             if isinstance(p, int)
             else {"num_devices": p.num_devices, "expert_to_device": list(p.expert_to_device)}
             for p in self.placements
         ]
-        return tomli_w.dumps(out | _one_or_several("placement", "placements", tables))
+        policies = [policy.changed_fields() for policy in self.policies]
+        for (one, several), tables in zip(_SEVERAL.items(), (policies, placements), strict=True):
+            if tables:
+                out |= {one: tables[0]} if len(tables) == 1 else {several: tables}
+        return tomli_w.dumps(out)
 
     @classmethod
     def from_toml(cls, text: str, name: str = "plan") -> Plan:
-        """Read `to_toml`'s form.
-
-        Args:
-            text: of the file.
-            name: of the file, for messages.
+        """Read `to_toml`'s form; `name` is the file's, for messages.
 
         Raises:
             PlanError: naming the file, the field, its value and what it must be.
 
-        Examples:
-            >>> Plan.from_toml("version = 1").policies
-            ()
+        >>> Plan.from_toml("version = 1").policies
+        ()
         """
         try:
             fields = tomllib.loads(text)
@@ -378,41 +358,29 @@ class Plan(BaseModel):
         Raises:
             OSError: if the folder can't be written.
         """
-        with whole_file(Path(path)) as file:
+        with atomic_file(Path(path)) as file:
             file.write_text(self.to_toml(), encoding="utf-8")
-
-
-def _of_layer(values: Sequence[T], layer: int) -> T | None:
-    return None if not values else values[0] if len(values) == 1 else values[layer]
-
-
-def _one_or_several(one: str, several: str, tables: list[dict[str, Any]]) -> dict[str, Any]:
-    return {} if not tables else {one: tables[0]} if len(tables) == 1 else {several: tables}
 
 
 def _fields_of_file(file: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a plan from those of its file, which has other names for some."""
     unknown = [name for name in file if name not in _FILE_FIELDS]
     if unknown:
-        raise PlanError(
-            f"{shortened(unknown[0])} is not a field of a plan: it must be one of "
-            f"{', '.join(_FILE_FIELDS)}."
-        )
+        known = ", ".join(_FILE_FIELDS)
+        raise PlanError(f"{shortened(unknown[0])} is not a field of a plan: allowed are {known}.")
     if whole_number(file.get("version")) != VERSION:
         raise PlanError(f"version must be {VERSION}, got {shortened(file.get('version'))}.")
     model = file.get("model", {})
     if not isinstance(model, dict) or not set(model) <= set(_MODEL_FIELDS):
         raise PlanError(f"model must be a table of layers, experts and k, got {shortened(model)}.")
     fields = {**model, **{name: file[name] for name in ("calibration", "slots") if name in file}}
-    for one, several in (("policy", "policies"), ("placement", "placements")):
+    for one, several in _SEVERAL.items():
         if one in file and several in file:
             raise PlanError(f"{one} and {several} are both given: allowed is one of them.")
         tables = [file[one]] if one in file else file.get(several, [])
         if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-            raise PlanError(
-                f"{several} must be an array of tables, as in [[{several}]], got "
-                f"{shortened(tables)}."
-            )
+            value = shortened(tables)
+            raise PlanError(f"{several} must be an array of tables [[{several}]], got {value}.")
         fields[several] = tables
     return fields
 
@@ -427,6 +395,6 @@ def _sentence(error: ValidationError) -> str:
     if first["type"] == "extra_forbidden":
         return f"{field} is not a field of Plan: it must be one of {', '.join(Plan.model_fields)}."
     index = next((part for part in inner if isinstance(part, int)), None)
-    allowed = _ALLOWED[f"{field}" if index is None else f"{field}[]"]
-    place = field if index is None else f"{field}[{index}]"
-    return f"{place} must be {allowed}, got {shortened(' '.join(repr(first['input']).split()))}."
+    place, kind = (field, field) if index is None else (f"{field}[{index}]", f"{field}[]")
+    value = shortened(" ".join(repr(first["input"]).split()))  # an array's repr has several lines
+    return f"{place} must be {_ALLOWED[str(kind)]}, got {value}."

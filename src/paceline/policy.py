@@ -1,21 +1,20 @@
-"""What the user wants: a validated, frozen capacity policy.
+"""Capacity policies: validated and frozen.
 
-A policy says how much load a unit (a device or an expert) may get and which assignments survive
+A policy sets how much load a unit (a device or an expert) may get and which assignments survive
 when it would get more. It holds no tensors and no model knowledge; `paceline.routing.route`
-turns it into an assignment. See docs/method.md for what each field means.
+turns it into an assignment. docs/method.md explains each field.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from functools import cached_property
 from typing import Any, Literal, get_args
 
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from paceline.keeps import KEEP_ALIASES, KEEPS, registered_keeps
 from paceline.numbers import is_flag, whole_number
 from paceline.policy_text import PolicyError, TextForms
 from paceline.text import shortened
@@ -28,12 +27,24 @@ Expand = Literal["own_device", "visited_devices", "all"]
 ExpandRule = Literal["fill", "compete"]
 Modality = Literal["text", "image", "audio", "video"]
 
+KEEPS = ("score", "weight", "contribution", "first", "last", "random")
+"""Built-in values of `keep`: the names say what is kept."""
+
+KEEP_ALIASES = {  # the paper names the order in which tokens arrive, or what is dropped
+    "order": "first",
+    "reverse": "last",
+    "reverse_order": "last",
+}
+
+REGISTERED: dict[str, Callable[..., Any]] = {}
+"""Name -> function, as passed to `paceline.register_keep`."""
+
 AUTO_MIN_EXPERT_LOAD = {"cuda": 64.0, "cpu": 8.0}
-"""Mean tokens an expert below which weights dominate and a cap saves no time, by device type."""
+"""Mean tokens per expert below which reading weights dominates and a cap saves no time."""
 
 
 class CapacityPolicy(TextForms):
-    """How much load a unit may get, and what survives a cap.
+    """The load that a unit may get, and the assignments that survive a cap.
 
     Capacity of a unit hosting n experts in a pool of T valid tokens:
     `ceil(capacity_factor * T * k * n / num_experts)`, with the factor taken as the decimal
@@ -44,32 +55,33 @@ class CapacityPolicy(TextForms):
         unit: what is capped: a "device" (all its experts together) or each "expert".
         pool: tokens that share one budget: "batch", "source" (per source device) or "request".
         keep: which assignments survive: "score", "weight", "contribution" (the weight times the
-            norm of what dropping leaves out: the expert's mean, or with compensate the one that is
-            expected at the token, from a calibration), "first", "last", "random", or a name given
-            to `paceline.register_keep`.
+            norm of what dropping leaves out: the expert's mean, or with compensate the value
+            expected at the token, from a calibration), "first", "last", "random", or a name
+            passed to `paceline.register_keep`.
         min_expert_load: no cap while experts get fewer tokens than this on average;
             "auto" takes 64 on CUDA and 8 on CPU, 0 always caps.
-        max_active: in a forward below min_expert_load, where weights dominate: at most so many
-            experts a device get any token, the ones with the largest sum of weights; a whole
-            number >= 1, or a share of the experts that a device hosts (0 < x < 1, rounded up).
+        max_active: maximum number of experts per device that get any token, those with the largest
+            sum of weights, in a forward below min_expert_load, where reading weights dominates; a
+            whole number >= 1, or a share of the experts that a device hosts (0 < x < 1, rounded
+            up).
         phase: "all", or "prefill": leave decode tokens alone.
         mode: "enforce", "shadow" (count only what would be dropped) or "observe" (loads only).
-        renormalize: give a token's survivors the sum its weights had before.
-        compensate: add what the stand-in of a dropped expert gives, with the weight that the model
-            gave it; needs a calibration of the model. It changes no load and no survivor, and is
-            not allowed with `renormalize`, which gives survivors that weight already.
-        expand: experts a token may use beyond its top-k: those on its "own_device", on
+        renormalize: scale the weights of a token's survivors to the sum of all its weights before.
+        compensate: add the output of a dropped expert's stand-in, with the weight that the model
+            gave the expert; needs a calibration of the model. It changes no load and no survivor,
+            and excludes `renormalize`, which gives survivors that weight already.
+        expand: experts that a token may use beyond its top-k: those on its "own_device", on
             "visited_devices" or "all" (the last two for study); None: none.
-        expand_limit: at most so many further experts a token.
+        expand_limit: maximum number of further experts per token.
         expand_rule: "fill" free places only, or "compete" with genuine choices (for study).
-        max_experts: at most so many experts a token, at least k; None: no limit.
+        max_experts: maximum number of experts per token, at least k; None: no limit.
         fill_to: extras fill a unit up to this factor of the mean, never above capacity_factor.
         drop_first: modalities whose tokens are dropped before others.
-        protect_first: the first so many tokens of every sequence are dropped last.
+        protect_first: number of first tokens of every sequence that are dropped last.
         seed: of keep="random".
 
     Raises:
-        PolicyError: naming the field, the value and what is allowed.
+        PolicyError: naming the field, what it must be, and the value.
 
     Examples:
         >>> CapacityPolicy(capacity_factor=1.25, unit="expert").caps
@@ -101,8 +113,8 @@ class CapacityPolicy(TextForms):
         if "gamma" in fields:
             if "capacity_factor" in fields:
                 raise PolicyError(
-                    f"gamma={fields['gamma']!r} and capacity_factor={fields['capacity_factor']!r} "
-                    "are the same field: give one of them."
+                    "gamma and capacity_factor are the same field and must not both be set, got "
+                    f"gamma={fields['gamma']!r} and capacity_factor={fields['capacity_factor']!r}"
                 )
             fields["capacity_factor"] = fields.pop("gamma")
         try:
@@ -117,7 +129,7 @@ class CapacityPolicy(TextForms):
     def _factor_allowed(cls, value: Any) -> float | None:
         number = None if value is None else _number(value)
         if number is not None and not number > 0:
-            raise ValueError("a number > 0, or None or inf for no cap")
+            raise ValueError("a number > 0, inf or None")
         return None if number == math.inf else number
 
     @field_validator("fill_to", mode="before")
@@ -135,7 +147,7 @@ class CapacityPolicy(TextForms):
             return "auto"
         number = _number(value)
         if not 0 <= number < math.inf:
-            raise ValueError('a finite number of tokens >= 0, or "auto"')
+            raise ValueError('a finite number >= 0 or "auto"')
         return number
 
     @field_validator("max_active", mode="before")
@@ -177,7 +189,7 @@ class CapacityPolicy(TextForms):
     @classmethod
     def _positive(cls, value: int | None) -> int | None:
         if value is not None and value < 1:
-            raise ValueError("a whole number >= 1, or None for no limit")
+            raise ValueError("a whole number >= 1 or None")
         return value
 
     @field_validator("protect_first", mode="after")
@@ -199,41 +211,41 @@ class CapacityPolicy(TextForms):
         for field in ("expand_limit", "max_experts"):
             if getattr(self, field) is not None and self.expand is None:
                 raise PolicyError(
-                    f"{field}={getattr(self, field)} needs expand to be one of "
-                    f"{', '.join(get_args(Expand))}."
+                    f"expand must be one of {', '.join(get_args(Expand))} with "
+                    f"{field}={getattr(self, field)}, got None"
                 )
         if self.compensate and self.renormalize:
             raise PolicyError(
-                "compensate=True with renormalize=True counts dropped weight twice, in stand-ins "
-                "and in survivors: allowed is one of them."
+                "renormalize must be False with compensate=True, got True: dropped weight would "
+                "count twice, in stand-ins and in survivors"
             )
         if self.expand is not None and self.keep not in KEEPS:
             raise PolicyError(
-                f"keep={self.keep!r} with expand={self.expand!r}: a registered metric knows only "
-                f"the top-k, so expand needs keep to be one of {', '.join(KEEPS)}."
+                f"keep must be one of {', '.join(KEEPS)} with expand={self.expand!r}, got "
+                f"{self.keep!r}: a registered metric knows only the top-k"
             )
         if self.max_active is not None:
             self._check_max_active(self.max_active)
         for name in ("factor", "fill_factor", "json_form"):
-            getattr(self, name)  # derived once, here, not where a compiler looks on
+            getattr(self, name)  # derived here, once, not inside a compiled graph
         return self
 
     def _check_max_active(self, most: float) -> None:
-        """Refuse what contradicts it: it chooses experts for a batch, in forwards that decode."""
+        """Refuse fields that contradict max_active, which serves batches that decode."""
         if self.pool == "request":
             raise PolicyError(
-                f'max_active={most} with pool="request": a device reads an expert for all requests '
-                'of a batch, so pool is "batch" or "source" with it.'
+                f'pool must be "batch" or "source" with max_active={most}, got "request": a device '
+                "reads an expert for all requests of a batch"
             )
         if self.phase == "prefill":
             raise PolicyError(
-                f'max_active={most} with phase="prefill": it caps what decode reads, which that '
-                'leaves alone, so phase is "all" with it.'
+                f'phase must be "all" with max_active={most}, got "prefill": max_active caps what '
+                "decode reads"
             )
         if self.min_expert_load == 0:
             raise PolicyError(
-                f"max_active={most} with min_expert_load=0 can never apply: it rules below "
-                "min_expert_load, which is > 0 with it."
+                f"min_expert_load must be > 0 with max_active={most}, got 0: max_active applies "
+                "below it"
             )
 
     # -- derived ------------------------------------------------------------------------------
@@ -251,14 +263,14 @@ class CapacityPolicy(TextForms):
 
     @property
     def caps(self) -> bool:
-        """Whether the policy can drop anything, or count what would be dropped."""
+        """True if the policy can drop anything, or count what would be dropped."""
         some = self.capacity_factor is not None or self.max_active is not None
         return some and self.mode != "observe"
 
     def replace(self, **changes: Any) -> CapacityPolicy:
-        """The same policy with some fields changed, validated like a new one.
+        """Return the same policy with some fields changed, validated like a new one.
 
-        What was never set stays unset: an engine may choose for a field that nobody named.
+        Fields never set stay unset: an engine may choose their values.
 
         Examples:
             >>> CapacityPolicy(capacity_factor=1.25).replace(unit="expert").capacity_factor
@@ -272,11 +284,11 @@ class CapacityPolicy(TextForms):
     def model_copy(
         self, *, update: Mapping[str, Any] | None = None, deep: bool = False
     ) -> CapacityPolicy:
-        """Pydantic's name for `replace`: a copy is checked, and derives its own exact factors."""
+        """Copy as `replace` does: checked, and with exact factors of its own."""
         return self.replace(**(update or {}))
 
     def resolved_min_expert_load(self, device_type: str) -> float:
-        """Mean tokens an expert below which nothing is capped on `device_type` ("cuda", "cpu").
+        """Return `min_expert_load` on a device type ("cuda", "cpu"), a number where it is "auto".
 
         Examples:
             >>> CapacityPolicy(capacity_factor=1.25).resolved_min_expert_load("cuda")
@@ -287,10 +299,15 @@ class CapacityPolicy(TextForms):
         return self.min_expert_load
 
 
-def _number(value: Any) -> float:
-    """The decimal the user wrote as a float: numpy's float32(1.1) is 1.1, and so is "1.1".
+def registered_keeps() -> tuple[str, ...]:
+    """Return the names passed to `paceline.register_keep`, sorted."""
+    return tuple(sorted(REGISTERED))
 
-    NaN stands for anything that is no number, and fails every range check.
+
+def _number(value: Any) -> float:
+    """Read the decimal that the user wrote as a float: numpy's float32(1.1) is 1.1, like "1.1".
+
+    NaN for anything that is no number: it fails every range check.
     """
     if isinstance(value, bool):
         return math.nan
@@ -301,7 +318,7 @@ def _number(value: Any) -> float:
 
 
 def _one_sentence(error: ValidationError) -> str:
-    """The first thing wrong, as "field=value: allowed is ..."."""
+    """Describe the first error, as "field must be ..., got ..."."""
     first = error.errors(include_url=False)[0]
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, PolicyError):
@@ -309,8 +326,8 @@ def _one_sentence(error: ValidationError) -> str:
     field = str(first["loc"][0]) if first["loc"] else "policy"
     if first["type"] == "extra_forbidden":
         known = ", ".join(CapacityPolicy.model_fields)
-        return f"{field} is not a field of CapacityPolicy: allowed are {known} and gamma."
+        return f"field of CapacityPolicy must be one of {known} and gamma, got {field}"
     allowed = str(cause) if cause is not None else first["msg"].removeprefix("Input should be ")
     # an array's repr is of several lines
     shown = shortened(" ".join(repr(first["input"]).split()))
-    return f"{field}={shown} is not allowed: {field} is {allowed}."
+    return f"{field} must be {allowed}, got {shown}"

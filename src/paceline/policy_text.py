@@ -1,4 +1,4 @@
-"""A policy as text: its short form, JSON and TOML, each read back to the same policy."""
+"""Text forms of a policy: short, JSON and TOML, each read back to the same policy."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ else:
 
 
 class PolicyError(ValueError):
-    """A policy that can't be: one sentence naming the field, its value and what is allowed."""
+    """An invalid policy: one sentence that names the field, what it must be, and its value."""
 
 
 class TextForms(BaseModel):
-    """The text forms of a policy, which is a table of fields."""
+    """A table of fields with text forms: the base of a policy."""
 
     def changed_fields(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, in order; lists instead of tuples.
+        """Return the fields that differ from their defaults, in order; lists instead of tuples.
 
         Examples:
             >>> from paceline import CapacityPolicy
@@ -43,7 +43,7 @@ class TextForms(BaseModel):
         }
 
     def __str__(self) -> str:
-        """Short form, "capacity_factor=1.25,unit=expert"; `parse` reads it back."""
+        """Return the short form, "capacity_factor=1.25,unit=expert"; `parse` reads it back."""
         fields = self.changed_fields()
         return ",".join(
             f"{name}={'+'.join(value) if isinstance(value, list) else str(value).lower()}"
@@ -70,18 +70,20 @@ class TextForms(BaseModel):
             name, equals, value = (piece.strip() for piece in part.partition("="))
             if not equals or not value:
                 raise PolicyError(
-                    f"policy {shortened(repr(text), 120)}: {shortened(repr(part))} is not of the "
-                    'form name=value, as in "capacity_factor=1.25,unit=device".'
+                    "policy must have the form name=value, as in "
+                    '"capacity_factor=1.25,unit=device", '
+                    f"got {shortened(repr(part))} in {shortened(repr(text), 120)}"
                 )
             if name in fields:
                 raise PolicyError(
-                    f"policy {shortened(repr(text), 120)}: {shortened(name)} is given twice."
+                    f"policy must set a field once, got {shortened(name)} twice in "
+                    f"{shortened(repr(text), 120)}"
                 )
             fields[name] = None if value.lower() == "none" else value
         return cls(**fields)
 
     def to_json(self) -> str:
-        """All fields as a JSON object; `from_json` reads it back.
+        """Write all fields as a JSON object; `from_json` reads it back.
 
         Examples:
             >>> from paceline import CapacityPolicy
@@ -92,7 +94,7 @@ class TextForms(BaseModel):
 
     @cached_property
     def json_form(self) -> str:
-        """`to_json`'s text, at hand where a compiler looks on."""
+        """The text of `to_json`, computed before a graph is compiled."""
         return self.model_dump_json()
 
     @classmethod
@@ -108,11 +110,13 @@ class TextForms(BaseModel):
         try:
             fields = json.loads(text)
         except (json.JSONDecodeError, RecursionError) as error:
-            raise PolicyError(f"policy is not JSON: {shortened(str(error), 200)}.") from None
+            raise PolicyError(
+                f"policy must be JSON, got an error: {shortened(str(error), 200)}"
+            ) from None
         return cls._from_mapping(fields)
 
     def to_toml(self) -> str:
-        """The fields that differ from their defaults as a TOML table; `from_toml` reads it back.
+        """Write the fields that differ from their defaults as TOML; `from_toml` reads it back.
 
         Examples:
             >>> from paceline import CapacityPolicy
@@ -136,16 +140,18 @@ class TextForms(BaseModel):
         try:
             fields = tomllib.loads(text)
         except (tomllib.TOMLDecodeError, RecursionError) as error:
-            raise PolicyError(f"policy is not TOML: {shortened(str(error), 200)}.") from None
+            raise PolicyError(
+                f"policy must be TOML, got an error: {shortened(str(error), 200)}"
+            ) from None
         return cls._from_mapping(fields)
 
     @classmethod
     def _from_mapping(cls, fields: Any) -> Self:
         if not isinstance(fields, dict):
-            raise PolicyError(f"policy {shortened(repr(fields))} is not a table of fields.")
+            raise PolicyError(f"policy must be a table of fields, got {shortened(repr(fields))}")
         return cls(**fields)
 
 
 def _require_text(text: Any) -> None:
     if not isinstance(text, str):
-        raise PolicyError(f"policy is a {type(text).__name__}: allowed is a text.")
+        raise PolicyError(f"policy must be a text, got {type(text).__name__}")

@@ -1,4 +1,4 @@
-"""What long work tells while it runs; a terminal shows it as a bar, a log as lines."""
+"""Progress of long work; a terminal shows it as a bar, a log as lines."""
 
 from __future__ import annotations
 
@@ -6,4 +6,28 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 Progress: TypeAlias = Callable[[int, int, str], None]
-"""Called with what is done, of how much, and a few words on it."""
+"""Called with steps done, steps in all, and a few words on the work."""
+
+
+class Steps:
+    """Progress over several pieces of work in turn.
+
+    Args:
+        progress: shows all of them as one; None: nothing is shown.
+        total: number of pieces.
+    """
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+
+    def next(self, title: str) -> Progress | None:
+        """Return the progress of the next piece."""
+        if self._progress is None:
+            return None
+        start, show, total = self._done, self._progress, self._total
+        self._done += 1
+
+        def piece(done: int, of: int, name: str) -> None:
+            show(start * 100 + 100 * done // max(1, of), total * 100, f"{title}: {name}")
+
+        return piece

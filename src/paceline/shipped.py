@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 
 DEMO = "demo"
-"""What names the embedded model, and its calibration, where a folder could stand."""
+"""Name of the embedded model, and of its calibration, in place of a folder."""
 
 _HERE = Path(str(files("paceline.demo")))
 MODEL_FOLDER = _HERE / "model"

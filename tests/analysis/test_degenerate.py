@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from real_traces import arrays
 
 from paceline import RoutingInputs
-from paceline.analysis.degenerate import LayerEvidence, constant_norms
+from paceline.analysis.observe import LayerEvidence, constant_norms
 
 
 def evidence(batches: list[Any], experts: int, scores: Any = None) -> LayerEvidence:
@@ -44,12 +44,12 @@ def test_figures_equal_a_plain_count(seed: int, tokens: int, experts: int, paddi
     )
     sets = [frozenset(row) for row in ids[valid].tolist()]
     same = [a == b for i, a in enumerate(sets) for j, b in enumerate(sets) if i != j]
-    found = layer.to_dict()
-    assert found["distinct_choices"] == len(set(sets))
-    assert found["same_choice_chance"] == pytest.approx(np.mean(same) if same else 0)
+    found = layer.choices()
+    assert found.distinct_choices == len(set(sets))
+    assert found.same_choice_chance == pytest.approx(np.mean(same) if same else 0)
     largest = max(Counter(sets).values()) / len(sets) if sets else 0
-    assert found["largest_choice_share"] == pytest.approx(largest)
-    assert found["score_spread"] == (0.0 if k > 1 and sets else None)  # weights are all alike
+    assert found.largest_choice_share == pytest.approx(largest)
+    assert found.score_spread == (0.0 if k > 1 and sets else None)  # weights are all alike
 
 
 @pytest.mark.parametrize(("experts", "k"), [(4, 1), (8, 1), (8, 2), (32, 4), (64, 8), (256, 8)])

@@ -11,24 +11,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from typer.testing import CliRunner
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 import tiny_models
-from helpers import fingerprint, model_of
+import torch
+from model_runs import fingerprint, model_of
+from typer.testing import CliRunner
 
 from paceline import attach
 from paceline.analysis.placement_search import Shape, search_map
 from paceline.batches import Batch, Sampling, make_batches
 from paceline.calibration.collect import calibrate
-from paceline.calibration.fit import LOG_RIDGE, ROWS_PER_RANK, fit
+from paceline.calibration.fit import LOG_RIDGE, ROWS_PER_RANK, Moments, fit
 from paceline.calibration.layer_fit import RIDGES
-from paceline.calibration.moments import Moments
 from paceline.cli.app import app
 from paceline.facts import Facts
 from paceline.routing import RoutingInputs
-from paceline.stand_ins.file import FILE, Calibration, CalibrationError
+from paceline.stand_ins.calibration_file import FILE, Calibration, CalibrationError
 
 
 class Letters:
@@ -245,7 +242,7 @@ def test_a_damaged_file_is_one_sentence(
 ) -> None:
     path = found[1].save(tmp_path)
     path.write_bytes(path.read_bytes()[:cut])
-    with pytest.raises(CalibrationError, match=r"is no calibration: .*\.$"):
+    with pytest.raises(CalibrationError, match=r"is no calibration: .*[^.]$"):
         Calibration.load(tmp_path)
 
 
@@ -263,7 +260,10 @@ def test_the_verb_refuses_bad_input_in_one_sentence(tmp_path: Path) -> None:
         (["nowhere/at/all", "--text", "a", "--out", str(tmp_path / "o")], "--text a can't be read"),
         (["demo", "--out", str(tmp_path / "file")], "must be a folder"),
         (["demo", "--dtype", "int3", "--out", str(tmp_path / "o")], "int3"),
-        (["demo", "--rank", "0", "--tokens", "64", "--out", str(tmp_path / "o")], "rank=0"),
+        (
+            ["demo", "--rank", "0", "--tokens", "64", "--out", str(tmp_path / "o")],
+            "rank must be a whole number >= 1, got 0",
+        ),
     ]
     for arguments, said in cases:
         result = CliRunner().invoke(app, ["tune", *arguments])
@@ -277,7 +277,7 @@ def test_a_run_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
     program = f"""
 import os, sys
-sys.path[:0] = {sys.path[:2]!r}
+sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}
 from pathlib import Path
 from test_calibration import *
 from transformers import AutoModelForCausalLM
@@ -319,7 +319,7 @@ def test_placements_are_those_of_the_texts_loads(found: tuple[Any, Calibration])
         want = search_map(loads, Shape(8, 4)).placement
         assert placement == want
         assert len(set(placement.sizes)) == 1
-    with pytest.raises(ValueError, match="devices=9"):
+    with pytest.raises(ValueError, match=r"devices must be .* got 9"):
         calibrate(model, Letters(), TEXTS, devices=9, sampling=SAMPLING)
 
 
@@ -354,5 +354,5 @@ def test_batches_of_arguments_teach_what_their_texts_do() -> None:
     same(calibrate(model, None, padded, rank=4), want)
     nothing = [Batch(b.ids, b.sources, {"attention_mask": b.ids * 0}) for b in batches]
     for empty in ([], nothing):
-        with pytest.raises(ValueError, match="no token"):
+        with pytest.raises(ValueError, match="must have at least one token"):
             calibrate(model, None, empty, rank=4)

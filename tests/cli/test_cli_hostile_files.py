@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from commands import commands_that_read, run
 
-from paceline.cli.app import app
 from paceline.files import read_plain
-from paceline.shipped import MODEL_FOLDER
 
-SAMPLE = "sample:esft_v2lite_law"
 SECONDS = 120  # a slow machine must not turn it red; a pipe nobody writes to is never done
 
 
@@ -69,47 +66,28 @@ KINDS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def verbs(path: str, text: str, out: str) -> Iterator[tuple[str, ...]]:
-    yield "loads", path
-    yield "loads", SAMPLE, "--plan", path
-    yield "loads", SAMPLE, "--placement", path
-    yield "record", path, "--text", text, "--out", out
-    yield "tune", path, "--text", text, "--out", out
-    yield "eval", "demo", "--text", text, "--policy", "capacity_factor=1", "--plan", path
-    yield "eval", "demo", "--grid", "--text", text, "--calibration", path
-    yield "plan", path, "--place-only", "--out", out
-    yield "plan", SAMPLE, "--model-config", path
-    yield "plan", SAMPLE, "--model-config", str(MODEL_FOLDER), "--hardware", path
-    yield "reorder", path, "--plan", path, "--out", out
-    yield "loads", path, "--html", out
-    yield "loads", SAMPLE, "--judge", path, "--html", out
-    yield "import", path, "--experts", "8", "--k", "2", "--layers", "2", "--out", out
-    yield "loads", path, "--policy", "capacity_factor=1"
-    yield "bench", "layer", "--trace", path
-    yield "serve", "demo", "--plan", path
+FIRST = ("pipe", "folder of endless files")  # the others run in `make test-all` alone
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_no_file_is_refused_at_once(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    path, text = tmp_path / "given", tmp_path / "text.txt"
+@pytest.mark.parametrize(
+    "kind", [k if k in FIRST else pytest.param(k, marks=pytest.mark.full) for k in KINDS]
+)
+def test_what_is_no_file_is_refused_at_once(kind: str, tmp_path: Path) -> None:
+    path, text, out = tmp_path / "given", tmp_path / "text.txt", tmp_path / "out"
     KINDS[kind](path)
     text.write_text("Some words to be read.\n" * 40)
-    for arguments in verbs(str(path), str(text), str(tmp_path / "out")):
-        result = CliRunner().invoke(app, arguments)
+    for arguments in commands_that_read(path, text, out):
+        result = run(*arguments)
         assert result.exit_code == 2, (arguments, result.output, result.exception)
         assert len(result.output.strip().splitlines()) == 1, (arguments, result.output)
-        assert not (tmp_path / "out").exists(), arguments
+        assert not out.exists(), arguments
 
 
 @pytest.mark.parametrize("option", ["--text", "--prompts"])
 @pytest.mark.parametrize("kind", ["endless", "link to itself", "empty folder"])
-def test_texts_end(kind: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_end(kind: str, option: str, tmp_path: Path) -> None:
     KINDS[kind](tmp_path / "given")
-    given = (option, str(tmp_path / "given"), "--out", str(tmp_path / "out"))
-    result = CliRunner().invoke(app, ("record", "demo", *given))
+    result = run("record", "demo", option, tmp_path / "given", "--out", tmp_path / "out")
     assert result.exit_code == 2
     assert len(result.output.strip().splitlines()) == 1
 

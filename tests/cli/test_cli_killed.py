@@ -16,7 +16,7 @@ import pytest
 from paceline import ExpertPlacement
 from paceline.plan import Plan
 from paceline.shipped import CALIBRATION_FOLDER
-from paceline.stand_ins.file import Calibration
+from paceline.stand_ins.calibration_file import Calibration
 from paceline.traces import open_trace, sample, save_trace
 from paceline.traces.trace import Trace
 
@@ -79,7 +79,7 @@ def results_are_whole(before: Path, here: Path, done: Path) -> None:
 
 
 def old_page(before: Path) -> None:
-    narrow = sample("esft_v2lite_law").narrowed([0, 1]).regrouped(64)
+    narrow = sample("esft_v2lite_law").select_layers([0, 1]).regrouped(64)
     save_trace(Trace(narrow.header, tuple(islice(narrow.chunks, 2)), narrow.where), before / "law")
     (before / "page.html").write_text("the page of a former run")
 
@@ -128,7 +128,9 @@ RUNS: dict[str, tuple[Callable[[Path], None], Check, tuple[str, ...]]] = {
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks, and counts on audit hooks of files")
-@pytest.mark.parametrize("verb", RUNS)
+@pytest.mark.parametrize(
+    "verb", [v if v == "plan" else pytest.param(v, marks=pytest.mark.full) for v in RUNS]
+)
 def test_a_killed_verb_leaves_the_old_file_or_the_new_one(verb: str, tmp_path: Path) -> None:
     prepare, check, arguments = RUNS[verb]
     before = tmp_path / "before"

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from paceline import ExpertPlacement
-from paceline.checkpoint import compare
+from paceline.checkpoint import folder as model_folder
 from paceline.cli.app import app
 from paceline.plan import Plan
 
@@ -28,7 +28,7 @@ def test_the_demo_model_is_reordered_and_compared(tmp_path: Path) -> None:
     assert ran.exit_code == 0, ran.output
     result = json.loads(ran.stdout)
     assert result["layers"] == 4
-    assert 0 < result["output_difference"] <= compare.TOLERANCE
+    assert 0 < result["output_difference"] <= model_folder.TOLERANCE
     order = json.loads((tmp_path / "out" / "expert_order.json").read_text())
     assert (
         list(order["original_expert_of_place"].values())
@@ -72,16 +72,16 @@ def test_the_comparison_finds_experts_in_wrong_places(tmp_path: Path) -> None:
     from paceline.shipped import MODEL_FOLDER
 
     out = tmp_path / "out"
-    assert compare.output_difference(MODEL_FOLDER, out) <= compare.TOLERANCE
+    assert model_folder.output_difference(MODEL_FOLDER, out) <= model_folder.TOLERANCE
     tensors = load_file(out / "model.safetensors")
     router = "model.layers.1.mlp.gate.weight"
     tensors[router] = tensors[router].roll(1, 0).contiguous()
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
-    assert compare.output_difference(MODEL_FOLDER, out) > 100 * compare.TOLERANCE
+    assert model_folder.output_difference(MODEL_FOLDER, out) > 100 * model_folder.TOLERANCE
 
 
 def test_a_difference_removes_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "_output", lambda *_: torch.rand(4))
+    monkeypatch.setattr(model_folder, "_output", lambda *_: torch.rand(4))
     ran = RUN.invoke(app, planned(tmp_path, Plan(placements=(ROUND,))))
     assert ran.exit_code == 2
     assert "can't be reordered" in ran.stderr
@@ -95,7 +95,10 @@ def test_a_difference_removes_the_folder(tmp_path: Path, monkeypatch: pytest.Mon
         (Plan(placements=(ROUND,), layers=3), "for 3 MoE layers"),
         (Plan(placements=(ROUND, ROUND)), "for 2 MoE layers"),
         (Plan(placements=(ExpertPlacement.explicit([0, 1] * 8),)), "places 16 experts"),
-        (Plan(placements=(ExpertPlacement.explicit([0] * 31 + [1]),)), "by ordering experts"),
+        (
+            Plan(placements=(ExpertPlacement.explicit([0] * 31 + [1]),)),
+            "experts per device must be",
+        ),
     ],
 )
 def test_plans_that_do_not_fit(plan: Plan, said: str, tmp_path: Path) -> None:

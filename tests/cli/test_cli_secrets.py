@@ -10,17 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
-
-from paceline.cli.app import app
+from commands import commands_that_read, run
 
 CANARY = "kanarienvogel4417"
 SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "VLLM_API_KEY", "OPENAI_API_KEY", "AWS_SECRET")
-SAMPLE = "sample:esft_v2lite_law"
-
-
-def run(*arguments: str | Path) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+FIRST = ("loads", "record answers", "eval", "keys.json", "weights.safetensors")
+"""Cases that every run of the tests has; `make test-all` has the others too."""
 
 
 def told(result: Any) -> str:
@@ -32,7 +27,6 @@ def told(result: Any) -> str:
 
 @pytest.fixture(autouse=True)
 def _secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name in SECRETS:
         monkeypatch.setenv(name, CANARY)
 
@@ -70,7 +64,9 @@ WORKS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WORKS)
+@pytest.mark.parametrize(
+    "name", [n if n in FIRST else pytest.param(n, marks=pytest.mark.full) for n in WORKS]
+)
 def test_no_text_and_no_key_in_what_is_printed_logged_or_written(
     name: str, text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -122,35 +118,13 @@ def files() -> Iterator[tuple[str, bytes]]:
     yield "weights.safetensors", len(header).to_bytes(8, "little") + header
 
 
-def verbs(path: Path, text: Path, out: Path) -> Iterator[tuple[str | Path, ...]]:
-    yield "loads", path, "--model-config", path
-    yield "loads", SAMPLE, "--plan", path
-    yield "loads", SAMPLE, "--placement", path
-    yield "record", path, "--text", text, "--out", out
-    yield "tune", path, "--text", text, "--out", out
-    some = "--text", text, "--only", "factors", "--bound", "1", "--out", out
-    yield "tune", path, *some
-    yield "tune", "demo", *some, "--plan", path
-    yield "tune", "demo", *some, "--calibration", path
-    yield "eval", path, "--text", text
-    yield "eval", "demo", "--text", text, "--policy", "capacity_factor=1", "--plan", path
-    yield "eval", "demo", "--grid", "--text", text, "--calibration", path
-    yield "plan", path, "--place-only", "--out", out
-    yield "plan", SAMPLE, "--model-config", path
-    yield "plan", SAMPLE, "--model-config", path, "--hardware", path
-    yield "reorder", path, "--plan", path, "--out", out
-    yield "loads", path, "--html", out
-    yield "loads", SAMPLE, "--plan", path, "--html", out
-    yield "import", path, "--experts", "8", "--k", "2", "--layers", "2", "--out", out
-    yield "loads", path, "--policy", "capacity_factor=1"
-    yield "loads", SAMPLE, "--sweep", path
-    yield "bench", "model", "--model", path
-    yield "bench", "layer", "--trace", path
-    yield "bench", "layer", "--plan", path
-    yield "serve", "demo", "--plan", path
-
-
-@pytest.mark.parametrize(("name", "content"), list(files()), ids=[name for name, _ in files()])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        pytest.param(*file, id=file[0], marks=[] if file[0] in FIRST else pytest.mark.full)
+        for file in files()
+    ],
+)
 def test_an_error_about_a_file_shows_nothing_of_it(
     name: str, content: bytes, text: Path, tmp_path: Path
 ) -> None:
@@ -162,7 +136,7 @@ def test_an_error_about_a_file_shows_nothing_of_it(
         (folder / inside).write_bytes(content)
     refused = 0
     for given in (path, folder):
-        for arguments in verbs(given, text, tmp_path / "out"):
+        for arguments in commands_that_read(given, text, tmp_path / "out"):
             result = run(*arguments)
             assert CANARY not in told(result), arguments
             refused += result.exit_code == 2

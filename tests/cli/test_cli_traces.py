@@ -5,25 +5,19 @@ from __future__ import annotations
 import json
 import stat
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from commands import run
 
 from paceline import CapacityPolicy
-from paceline.cli.app import app
 from paceline.plan import Plan
-from paceline.traces import Asked, open_trace, sample
+from paceline.traces import ImportOptions, open_trace, sample
 from paceline.traces.loads import trace_loads
 from paceline.traces.simulate import simulate
 
 SAMPLES = Path(__file__).parents[1] / "traces" / "samples"
 CAP = ("--policy", "capacity_factor=1,min_expert_load=0")
 COMPLETION = SAMPLES / "vllm/chat_completion.v0.32.json"
-
-
-def run(*arguments: str | Path) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +52,7 @@ def test_recorded_traces_are_private_and_tell_what_ran(recorded: dict[str, Path]
             assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
     counts, choices = (open_trace(recorded[name]) for name in ("counts", "choices"))
     assert counts.header.model == choices.header.model == "demo"
-    found = trace_loads(choices, 8)
+    found = trace_loads(choices, 8).to_dict()
     assert next((g["phase"], g["tokens"]) for g in found["groups"]) == ("decode", 12)
     requests = {int(r) for chunk in choices.chunks for r in chunk.request}
     assert requests == {0, 1, 2}
@@ -75,7 +69,7 @@ def test_loads_of_a_trace_are_those_of_the_library(recorded: dict[str, Path]) ->
         found = json.loads(result.stdout)
         devices = 4 if "4" in arguments else 8
         tokens = int(arguments[-1]) if arguments else None
-        wanted = trace_loads(open_trace(name), devices, tokens)
+        wanted = trace_loads(open_trace(name), devices, tokens).to_dict()
         assert {key: found[key] for key in wanted} == json.loads(json.dumps(wanted))
         shown = " ".join(run("loads", name, *arguments).stdout.split())
         for line in found["verdict"]:
@@ -91,7 +85,7 @@ def test_loads_of_another_programs_file(tmp_path: Path) -> None:
     for arguments in (["--experts", "64"], ["--model-config", config]):
         result = run("loads", COMPLETION, "--json", *arguments)
         assert result.exit_code == 0, result.stderr
-        wanted = trace_loads(open_trace(COMPLETION, Asked(experts=64)), 8)
+        wanted = trace_loads(open_trace(COMPLETION, ImportOptions(experts=64)), 8).to_dict()
         assert json.loads(result.stdout)["layers"] == json.loads(json.dumps(wanted["layers"]))
 
 
@@ -101,7 +95,7 @@ def test_an_imported_trace_needs_no_telling(tmp_path: Path) -> None:
     assert "choices of 4 layers of 64 experts, 1 batch (request), 40 tokens" in result.stdout
     assert "Note: layer 0: no row names two experts" in result.stdout
     found = json.loads(run("loads", tmp_path / "trace", "--json").stdout)
-    wanted = trace_loads(open_trace(COMPLETION, Asked(experts=64)), 8)
+    wanted = trace_loads(open_trace(COMPLETION, ImportOptions(experts=64)), 8).to_dict()
     assert found["layers"] == json.loads(json.dumps(wanted["layers"]))
 
 
@@ -114,7 +108,7 @@ def test_loads_of_a_trace_on_a_plans_placement(tmp_path: Path) -> None:
         "loads", "sample:gpt_oss_20b_decode", "--placement", tmp_path / "plan.toml", "--json"
     )
     assert result.exit_code == 0, result.stderr
-    wanted = trace_loads(sample("gpt_oss_20b_decode"), [dealt])
+    wanted = trace_loads(sample("gpt_oss_20b_decode"), [dealt]).to_dict()
     assert json.loads(result.stdout)["overall"] == wanted["overall"]
 
 
@@ -145,7 +139,7 @@ def test_simulate_is_that_of_the_library(tmp_path: Path, recorded: dict[str, Pat
         policy: Plan((CapacityPolicy.parse(policy),), (4,)),
         str(tmp_path / "plan.toml"): plan,
     }
-    wanted = json.loads(json.dumps(simulate(open_trace(recorded["choices"]), plans)))
+    wanted = json.loads(json.dumps(simulate(open_trace(recorded["choices"]), plans).to_dict()))
     assert found["plans"] == wanted["plans"]
     assert found["plans"][policy]["overall"]["dropped"] > 0
     shown = "".join(run("loads", recorded["choices"], *arguments).stdout.split())
@@ -168,12 +162,12 @@ def test_simulate_without_repeats(tmp_path: Path) -> None:
 
 BAD = {
     "no such trace": (["loads", "{tmp}/none.npz", *CAP], "there is no trace"),
-    "unknown sample": (["loads", "sample:none"], "allowed are esft"),
+    "unknown sample": (["loads", "sample:none"], "sample must be one of esft"),
     "counts simulated": (["loads", "{counts}", *CAP], "holds counts"),
     "counts cut": (["loads", "{counts}", "--batch-tokens", "8"], "can't be cut"),
     "no experts": (["loads", "{completion}"], "--experts"),
-    "other k": (["loads", "{completion}", "--experts", "64", "--k", "4"], "k=4 was said"),
-    "negative experts": (["loads", "{completion}", "--experts", "-1"], "experts=-1"),
+    "other k": (["loads", "{completion}", "--experts", "64", "--k", "4"], "k=4 was given"),
+    "negative experts": (["loads", "{completion}", "--experts", "-1"], "experts must be from 1 to"),
     "no config": (["loads", "{completion}", "--model-config", "{tmp}/x"], "can't be read"),
     "shadow of a trace": (["loads", "sample:esft_v2lite_law", "--shadow"], "is for a model"),
     "two plans on a page": (
@@ -194,7 +188,7 @@ BAD = {
     ),
     "bad rows": (["loads", "sample:esft_v2lite_law", "--without", "all"], "commonest"),
     "no plan": (["loads", "sample:esft_v2lite_law", "--plan", "{tmp}/x.toml"], "x.toml"),
-    "folder in use": (["record", "demo", "--out", "{counts}"], "holds something"),
+    "folder in use": (["record", "demo", "--out", "{counts}"], "is not empty"),
     "folder nowhere": (["record", "demo", "--out", "{tmp}/a/b"], "can't be written"),
     "text and prompts": (
         ["record", "demo", "--out", "{tmp}/t", "--text", "prose", "--prompts", "x"],
@@ -207,7 +201,7 @@ BAD = {
         ["record", "demo", "--out", "{tmp}/t", "--prompts", "x", "--max-new-tokens", "0"],
         "at least 1",
     ),
-    "import into use": (["import", "{counts}", "--out", "{counts}"], "holds something"),
+    "import into use": (["import", "{counts}", "--out", "{counts}"], "is not empty"),
     "import of nothing": (["import", "{tmp}/none", "--out", "{tmp}/t"], "there is no trace"),
     "a pickle": (["loads", "{tmp}/p"], "is a pickle"),
 }  # fmt: skip

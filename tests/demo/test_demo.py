@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from paceline.cli.app import app
 from paceline.cli.demo import _show
 from paceline.demo.assets import domains, load_model, read_text
-from paceline.demo.plan import BASELINE, DEVICES, HEADLINE, Plan, all_entries
-from paceline.demo.run import run_demo
-from paceline.demo.wording import findings
+from paceline.demo.page import findings, write_demo
+from paceline.demo.run import DemoResult
+from paceline.demo.settings import BASELINE, DEVICES, HEADLINE, DemoSettings, all_entries
 from paceline.text import percent, signed_percent, times
 
 KINDS = ("one_domain", "mixed")
+pytestmark = pytest.mark.xdist_group("demo")  # one run of it serves all tests
 
 
 class Page(HTMLParser):
@@ -72,17 +75,25 @@ class Page(HTMLParser):
             self.texts[self._text] += data
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path, list[Any]]:
     out = tmp_path_factory.mktemp("demo") / "page"
     seen: list[Any] = []
-    results = run_demo(
-        out, plan=Plan.quick(), progress=lambda *step: seen.append(step), command="paceline <demo>"
+    result = write_demo(
+        out,
+        settings=DemoSettings.quick(),
+        progress=lambda *step: seen.append(step),
+        command="paceline <demo>",
     )
-    return results, out, seen
+    return result.to_dict(), out, seen
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
+def results(demo: tuple[dict[str, Any], Path, list[Any]]) -> dict[str, Any]:
+    return copy.deepcopy(demo[0])
+
+
+@pytest.fixture(scope="session")
 def page(demo: tuple[dict[str, Any], Path, list[Any]]) -> Page:
     return Page((demo[1] / "index.html").read_text(encoding="utf-8"))
 
@@ -113,8 +124,7 @@ def test_results_file_is_the_result(demo: tuple[dict[str, Any], Path, list[Any]]
     assert results["reduced"] is True
 
 
-def test_caps_hold_and_nothing_is_lost_without_one(demo: tuple[dict[str, Any], Any, Any]) -> None:
-    results = demo[0]
+def test_caps_hold_and_nothing_is_lost_without_one(results: dict[str, Any]) -> None:
     tokens = results["data"]["sequences_per_batch"] * results["data"]["sequence_length"]
     by_key = {row["key"]: row for row in results["policies"]}
     for kind in KINDS:
@@ -129,16 +139,16 @@ def test_caps_hold_and_nothing_is_lost_without_one(demo: tuple[dict[str, Any], A
         assert capped["gate_mass_kept"] < 1
         assert capped["emulated"]["bound"] >= 1
         assert by_key["expanded-1.25"][kind]["extras_share"] > 0
-        assert "against_counterpart" in by_key["expanded-1.25"][kind]
+        assert by_key["expanded-1.25"][kind]["against_counterpart"] is not None
     # The same sequences without a cap have the same perplexity, however they are batched.
     one, mixed = (by_key[BASELINE][kind]["perplexity"] for kind in KINDS)
     assert one == pytest.approx(mixed, rel=1e-4)
 
 
 def test_stand_ins_change_no_load_of_the_first_layer_and_cost_time(
-    demo: tuple[dict[str, Any], Any, Any],
+    results: dict[str, Any],
 ) -> None:
-    by_key = {row["key"]: row for row in demo[0]["policies"]}
+    by_key = {row["key"]: row for row in results["policies"]}
     alone, with_them, placed = (
         by_key[key]["one_domain"] for key in ("device-1-score", HEADLINE, f"{HEADLINE}-placed")
     )
@@ -152,24 +162,22 @@ def test_stand_ins_change_no_load_of_the_first_layer_and_cost_time(
 
 
 def test_the_terminal_shows_it_in_80_columns(
-    demo: tuple[dict[str, Any], Any, Any], capsys: pytest.CaptureFixture[str]
+    results: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    results = copy.deepcopy(demo[0])
     rows = {row["key"]: row for row in results["policies"]}
     for row, entry in zip(results["policies"], all_entries(), strict=False):
         row["label"] = entry.label
     longest = max((entry.label for entry in all_entries()), key=len)
     rows[HEADLINE]["label"] = longest
     rows[HEADLINE]["one_domain"]["perplexity_change"]["mean"] = 0.9444
-    _show(results, Path("paceline-demo"))
+    _show(DemoResult(**results), Path("paceline-demo"))
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
     assert longest in shown
     assert "…" not in shown
 
 
-def test_loads_add_up(demo: tuple[dict[str, Any], Any, Any]) -> None:
-    results = demo[0]
+def test_loads_add_up(results: dict[str, Any]) -> None:
     k = results["model"]["experts_per_token"]
     for name, part in results["stragglers"]["one_domain"]["by_domain"].items():
         assert len(part["layers"]) == results["model"]["layers"]
@@ -183,10 +191,7 @@ def test_loads_add_up(demo: tuple[dict[str, Any], Any, Any]) -> None:
         assert overall["device_peak_to_mean"] <= overall["device_peak_to_mean_worst"]
 
 
-def test_tables_of_the_page_are_the_results(
-    demo: tuple[dict[str, Any], Any, Any], page: Page
-) -> None:
-    results = demo[0]
+def test_tables_of_the_page_are_the_results(results: dict[str, Any], page: Page) -> None:
     for kind in KINDS:
         table = page.tables[f"policies-{kind}"]
         assert list(table) == [row["key"] for row in results["policies"]]
@@ -207,10 +212,7 @@ def test_tables_of_the_page_are_the_results(
             assert values == [round(v, 2) for v in row[kind]["perplexity"].values()]
 
 
-def test_figures_of_the_page_are_the_results(
-    demo: tuple[dict[str, Any], Any, Any], page: Page
-) -> None:
-    results = demo[0]
+def test_figures_of_the_page_are_the_results(results: dict[str, Any], page: Page) -> None:
     assert set(page.figures) == page.places
     for kind in KINDS:
         for name, figure_of in (
@@ -240,7 +242,7 @@ def test_figures_of_the_page_are_the_results(
 
 
 def test_page_works_offline_and_says_what_it_is(
-    demo: tuple[dict[str, Any], Any, Any], page: Page
+    demo: tuple[dict[str, Any], Path, list[Any]], page: Page
 ) -> None:
     results, out, _ = demo
     text = (out / "index.html").read_text(encoding="utf-8")
@@ -255,32 +257,53 @@ def test_page_works_offline_and_says_what_it_is(
     assert "reduced run" in text
 
 
-def test_findings_follow_the_figures(demo: tuple[dict[str, Any], Any, Any]) -> None:
-    results = json.loads(json.dumps(demo[0]))
+def test_findings_follow_the_figures(results: dict[str, Any]) -> None:
     row = next(r for r in results["policies"] if r["key"] == HEADLINE)
     part = row["one_domain"]
     part["perplexity_change"] |= {"mean": 0.01, "standard_error": 0.001}
     part["emulated"]["speedup"] = {"median": 1.3, "min": 1.2, "max": 1.4}
-    told = findings(results)
+    told = findings(DemoResult(**results)).to_dict()
     assert "1.30\u00d7 as fast (emulated) for +1.00% perplexity" in told["headline"]
     assert any("costs +1.00% perplexity" in line for line in told["lines"])
     part["emulated"]["speedup"] = {"median": 1.0, "min": 0.9, "max": 1.1}
     part["perplexity_change"]["standard_error"] = 0.02
-    told = findings(results)
+    told = findings(DemoResult(**results)).to_dict()
     assert "saves the slowest device no expert time" in told["headline"]
     assert any("can't tell from zero" in line for line in told["lines"])
     expanded = next(r for r in results["policies"] if r["key"] == "expanded-1.25")["one_domain"]
+    change = part["perplexity_change"] | {"mean": 0.0001, "standard_error": 0.01}
     expanded["against_counterpart"] = {
-        "perplexity_change": {"mean": 0.0001, "standard_error": 0.01},
+        "perplexity_change": change,
         "speedup": {"median": 0.8, "min": 0.7, "max": 0.9},
     }
-    line = findings(results)["lines"][-1]
+    line = findings(DemoResult(**results)).lines[-1]
     assert "does nothing for quality that this much text can show" in line
     assert "takes the slowest device 25% longer" in line
 
 
-def test_an_impossible_folder_fails_before_the_work(tmp_path: Path) -> None:
+def test_the_verb_says_what_it_found_or_prints_json(
+    results: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.demo.page.run_demo", lambda *_: DemoResult(**results))
+    arguments = ["demo", "--quick", "--out", str(tmp_path)]
+    shown = CliRunner().invoke(app, arguments).stdout
+    said = " ".join(shown.split())
+    written = results["findings"]
+    labels = (row["label"] for row in results["policies"])
+    for line in (written["headline"], *written["lines"], *labels, "index.html"):
+        assert line in said
+    assert "One-domain batches" in said
+    assert "Mixed batches" in said
+    as_json = CliRunner().invoke(app, [*arguments, "--json"]).stdout
+    assert as_json == (tmp_path / "results.json").read_text(encoding="utf-8")
+
+
+def test_an_impossible_folder_fails_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
-    with pytest.raises(OSError, match="exists"):
-        run_demo(blocked, plan=Plan.quick())
+    monkeypatch.setattr("paceline.demo.page.run_demo", lambda *_: pytest.fail("it ran"))
+    ran = CliRunner().invoke(app, ["demo", "--out", str(blocked)])
+    assert ran.exit_code == 2
+    assert len(ran.stderr.strip().splitlines()) == 1

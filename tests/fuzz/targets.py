@@ -36,14 +36,13 @@ from paceline.engines.vllm.control import PATH
 from paceline.model_config import read_model_config
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
-from paceline.stand_ins.file import Calibration
-from paceline.stand_ins.layer import LayerCalibration
-from paceline.traces import Asked, open_trace, sample, save_trace
+from paceline.stand_ins.calibration_file import Calibration, LayerCalibration
+from paceline.traces import ImportOptions, open_trace, sample, save_trace
 from paceline.traces.tables import load_tables
 from paceline.traces.trace import Trace
 
 SAMPLES = Path(__file__).parents[1] / "traces" / "samples"
-ASKED = Asked(experts=64, k=6, layers=5)
+OPTIONS = ImportOptions(experts=64, k=6, layers=5)
 OURS = str(Path(paceline.__file__).parent)
 LONGEST = 1200
 """Characters that one sentence may have: it quotes what it found shortened."""
@@ -214,7 +213,7 @@ def _consume(trace: Trace) -> None:
 def _trace_file(data: bytes, folder: Path) -> None:
     path = folder / "input"
     path.write_bytes(data)
-    _consume(open_trace(path, ASKED))
+    _consume(open_trace(path, OPTIONS))
 
 
 def _trace_files() -> list[bytes]:
@@ -257,18 +256,18 @@ def _own_trace() -> list[tuple[str, bytes]]:
 
 
 def _save_small_trace(folder: Path) -> None:
-    narrow = sample("esft_v2lite_law").narrowed([0, 1]).regrouped(16)
+    narrow = sample("esft_v2lite_law").select_layers([0, 1]).regrouped(16)
     save_trace(Trace(narrow.header, tuple(islice(narrow.chunks, 1)), narrow.where), folder)
 
 
 def _trace_folder(data: bytes, folder: Path) -> None:
     _write_but(data, _own_trace(), folder)
-    _consume(open_trace(folder, ASKED))
+    _consume(open_trace(folder, OPTIONS))
 
 
 def _statistic_folder(data: bytes, folder: Path) -> None:
     _write_but(data, _folder_files(SAMPLES / "trtllm" / "expert_statistic"), folder)
-    _consume(open_trace(folder, ASKED))
+    _consume(open_trace(folder, OPTIONS))
 
 
 # -- what a run on a user's text leaves, models, machines ------------------------------------------
@@ -314,6 +313,7 @@ def _config() -> bytes:
         "model_type": "olmoe",
         "architectures": ["OlmoeForCausalLM"],
         "num_hidden_layers": 2,
+        "first_k_dense_replace": 1,
         "hidden_size": 16,
         "intermediate_size": 8,
         "num_experts": 4,
@@ -402,11 +402,21 @@ def _planned_json(data: bytes, folder: Path) -> None:
 
 
 def _plan_results() -> list[bytes]:
-    point = {"placement": "placed", "budget": 1.0, "gain": 0.1, "dropped_share": 0.1}
-    half = {"frontier": [point], "trace": "a"}
+    step: dict[str, Any] = {
+        "microseconds": 1.0, "stages": {"experts": 1.0}, "bytes_sent": 1.0,
+        "receive_buffer_bytes": 1.0, "most_active_experts": 1.0, "dropped_share": 0.1,
+        "gate_mass_lost": None, "layers": [1.0], "gain": 0.1,
+    }  # fmt: skip
+    half = {
+        "batches": 1, "ways": {"nothing": step}, "active": [], "perfect_balance_gain": 0.1,
+        "frontier": [{"placement": "placed", "budget": 1.0, **step}],
+    }  # fmt: skip
     result = {
-        "trace": "a", "devices": 8, "decision": "cap", "verdict": ["Cap."], "hardware": "h100",
-        "precision": "bf16", "second_half": half, "other_trace": None, "batch_tokens": None,
+        "trace": "a", "model": None, "notes": [], "devices": 8, "hardware": "h100",
+        "hardware_source": "", "precision": "bf16", "max_mass_loss": 0.01, "min_gain": 0.05,
+        "min_expert_load": 8, "batches": 2, "batch_tokens": None, "layers": ["a"],
+        "second_half": half, "other_trace": None, "budgets": {"placed": None}, "variants": [],
+        "decision": "cap", "verdict": ["Cap."],
     }  # fmt: skip
     return [json.dumps(result)[1:].encode()]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from targets import TARGETS, violations
 
@@ -25,19 +25,9 @@ def test_the_seeds_are_harmless(name: str) -> None:
 
 
 TOKENS = [
-    b"",
-    b"-1",
-    b"0",
-    b"NaN",
-    b"1e999",
-    b"9" * 400,
-    b"null",
-    b"[]",
-    b"{}",
-    b"\x00",
-    b"\xff" * 8,
-]
-TOKENS += [b'"', b",", b"=", b"[" * 3000, b"true", b"\n", "²".encode(), "٣".encode(), b"\x7f" * 8]
+    b"", b"-1", b"0", b"NaN", b"1e999", b"9" * 400, b"null", b"[]", b"{}", b"\x00", b"\xff" * 8,
+    b'"', b",", b"=", b"[" * 3000, b"true", b"\n", "²".encode(), "٣".encode(), b"\x7f" * 8,
+]  # fmt: skip
 
 
 @st.composite
@@ -56,7 +46,6 @@ def changed(draw: st.DrawFn, seeds: list[bytes]) -> bytes:
 def test_small_changes_are_harmless(name: str) -> None:
     target = TARGETS[name]
 
-    @settings(max_examples=60, deadline=None)
     @given(changed(target.seeds()))
     def check(data: bytes) -> None:
         assert violations(target, data) == []

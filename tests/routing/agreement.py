@@ -26,7 +26,7 @@ def listed(assignment: Assignment) -> dict[str, Any]:
     return {
         "ids": a.topk_ids.tolist(), "weights": weights, "kept": a.kept.tolist(),
         "capacity": a.capacity.tolist(), "before": a.loads_before.tolist(),
-        "narrowed": a.narrowed.tolist(), "active": a.active_after.tolist(),
+        "narrowed": a.max_active_applies.tolist(), "active": a.active_after.tolist(),
         "after": a.loads_after.tolist(), "dropped": int(a.dropped), "extras": int(a.extras),
     }  # fmt: skip
 
@@ -65,7 +65,7 @@ def assert_agrees(case: Case) -> Assignment:
     assert got.loads_after.tolist() == want.loads_after
     assert got.expert_loads_before.tolist() == want.expert_loads_before
     assert got.expert_loads_after.tolist() == want.expert_loads_after
-    assert got.narrowed.tolist() == [want.narrowed]
+    assert got.max_active_applies.tolist() == [want.narrowed]
     assert got.active_before.tolist() == want.active_before
     assert got.active_after.tolist() == want.active_after
     assert int(got.tokens_without_expert) == want.tokens_without_expert

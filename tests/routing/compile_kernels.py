@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from paceline.routing.kernels import triton_kernels as kernels
+from paceline.routing.backends import triton_kernels as kernels
 from paceline.stand_ins import kernels as stand_in_kernels
 
 
@@ -53,7 +53,7 @@ def main() -> None:
             build(kernels.read, types, {**flags, **sizes})
     for weight, some in itertools.product(("*i16", "*i32", "*i64"), (False, True)):
         types = ["*i64", weight, "*u8", "*i64", "*u8", "*i64", weight, "*i1", *["i32"] * 3]
-        build(kernels.leave, types, {"VALID": some, "POOL": some, "BLOCK": 1024})
+        build(kernels.write_readable, types, {"VALID": some, "POOL": some, "BLOCK": 1024})
     print("all kernels compile")
 
 

@@ -14,14 +14,14 @@ from strategies import Case, cases
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, route
-from paceline.routing import selection
-from paceline.routing.selection import backend_for, using_backend
+from paceline.routing import backends
+from paceline.routing.backends import backend_for, using_backend
 
 AVAILABLE = [
     pytest.param(
         name, marks=pytest.mark.skipif(bool(lib) and not find_spec(lib), reason=f"no {lib}")
     )
-    for name, lib in selection.BACKENDS.items()
+    for name, lib in backends.BACKENDS.items()
     for lib in [lib or ""]
 ]
 FEW = max(20, settings().max_examples // 2)
@@ -118,7 +118,7 @@ class Operations(TorchDispatchMode):
 @pytest.mark.skipif(not find_spec("triton"), reason="no triton")
 def test_three_launches_are_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Token Drop on CUDA: of torch only memory and views, so the three kernels are all."""
-    from paceline.routing.kernels import triton_kernels
+    from paceline.routing.backends import triton_kernels
 
     launched = []
 
@@ -170,6 +170,6 @@ def test_an_unknown_backend_is_refused(name: str) -> None:
 
 
 def test_a_backend_without_its_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(selection.BACKENDS, "absent", "no_such_library")
+    monkeypatch.setitem(backends.BACKENDS, "absent", "no_such_library")
     with pytest.raises(ValueError, match="no_such_library"), using_backend("absent"):
         pass

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline import Assignment, CapacityPolicy, ExpertPlacement, RoutingInputs, route
-from paceline.routing.selection import using_backend
+from paceline.routing.backends import using_backend
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -15,7 +15,7 @@ from test_route_invariants import genuine, take_rows, with_inputs, with_policy
 
 from paceline import CapacityPolicy, ExpertPlacement, PolicyError, RoutingInputs, route
 from paceline.routing.active import limits_of
-from paceline.routing.selection import using_backend
+from paceline.routing.backends import using_backend
 
 MANY = settings().max_examples
 INT64_MAX = 2**63 - 1
@@ -36,7 +36,7 @@ def test_expansion_does_nothing_below_the_threshold(backend: str, case: Case) ->
     assume(backend != "cuda" or case.inputs.topk_ids.shape[0] % 3 == 0)
     with using_backend(backend):
         a = assert_agrees(with_policy(case, mode="enforce"))
-    if bool(a.narrowed):
+    if bool(a.max_active_applies):
         assert int(a.extras) == 0
         assert a.topk_ids.shape[1] >= case.inputs.topk_ids.shape[1]  # static, whichever rules
 
@@ -45,8 +45,8 @@ def test_expansion_does_nothing_below_the_threshold(backend: str, case: Case) ->
 def test_one_cap_rules_a_forward(case: Case) -> None:
     a = run(case)
     capped = bool((a.capacity != INT64_MAX).any())
-    assert not (capped and bool(a.narrowed))
-    if bool(a.narrowed):
+    assert not (capped and bool(a.max_active_applies))
+    if bool(a.max_active_applies):
         assert a.capacity.eq(INT64_MAX).all()
     else:
         b = run(with_policy(case, max_active=None))
@@ -106,10 +106,10 @@ def test_padding_changes_nothing(case: Case, seed: int) -> None:
     # real rows in their order, as ties between tokens go by it
     order[torch.argsort(back)] = order[torch.argsort(back)]
     b = run(with_inputs(padded, valid=valid))
-    if bool(alone.narrowed):
+    if bool(alone.max_active_applies):
         assert torch.equal(b.kept[back], alone.kept)
         assert torch.equal(b.topk_ids[back], alone.topk_ids)
-    assert torch.equal(b.narrowed, alone.narrowed)
+    assert torch.equal(b.max_active_applies, alone.max_active_applies)
 
 
 @given(narrow_cases(capped=False), st.integers(0, 2**32 - 1))
@@ -203,22 +203,21 @@ def test_share_of_what_a_device_hosts() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"max_active": 0}, "max_active=0 is not allowed"),
-        ({"max_active": 1.0}, "max_active=1.0 is not allowed"),
-        ({"max_active": -0.5}, "a share of a device's experts > 0 and < 1"),
-        ({"max_active": float("nan")}, "max_active=nan is not allowed"),
-        ({"max_active": True}, "max_active=True is not allowed"),
-        ({"max_active": "many"}, "max_active='many' is not allowed"),
-        ({"max_active": 2, "pool": "request"}, 'pool="request"'),
-        ({"max_active": 2, "phase": "prefill"}, 'phase="prefill"'),
-        ({"max_active": 2, "min_expert_load": 0}, "can never apply"),
+        ({"max_active": 0}, "max_active must be a whole number of experts >= 1, .*, got 0$"),
+        ({"max_active": 1.0}, "max_active must be .* got 1.0$"),
+        ({"max_active": -0.5}, "a share of a device's experts > 0 and < 1, or None, got -0.5$"),
+        ({"max_active": float("nan")}, "max_active must be .* got nan$"),
+        ({"max_active": True}, "max_active must be .* got True$"),
+        ({"max_active": "many"}, "max_active must be .* got 'many'$"),
+        ({"max_active": 2, "pool": "request"}, 'pool must be .* got "request"'),
+        ({"max_active": 2, "phase": "prefill"}, 'phase must be .* got "prefill"'),
+        ({"max_active": 2, "min_expert_load": 0}, "min_expert_load must be > 0"),
     ],
 )
 def test_bad_values_are_one_sentence(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(PolicyError, match=said.replace("(", r"\(")) as caught:
         CapacityPolicy(**fields)
-    assert str(caught.value).count(". ") == 0
-    assert str(caught.value).endswith(".")
+    assert ". " not in str(caught.value)
 
 
 @pytest.mark.parametrize(

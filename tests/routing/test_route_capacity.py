@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from oracle import capacity_of
 
 from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, route
-from paceline.routing.capacity import capacities, small_ratio
+from paceline.routing.limits import capacities, small_ratio
 
 INT64_MAX = 2**63 - 1
 MANY = 20 * settings().max_examples

@@ -43,7 +43,7 @@ BAD: list[tuple[str, dict[str, Any], dict[str, Any], ExpertPlacement | None, str
     ("norms of numpy", {"expert_norms": np.ones(4)}, {}, None, "expert_norms"),
     ("norms of other tokens", {"expert_norms": torch.ones(9, 4)}, {}, None, "expert_norms"),
     ("norms of a cube", {"expert_norms": torch.ones(1, 1, 4)}, {}, None, "expert_norms"),
-    ("norms of other experts", {"expert_norms": torch.ones(5)}, {}, None, "expert_norms says 5"),
+    ("norms of other experts", {"expert_norms": torch.ones(5)}, {}, None, "5 from expert_norms"),
     ("no norms", {}, {"keep": "contribution"}, None, "expert_norms"),
     ("valid in a list", {"valid": [True] * 6}, {}, None, "valid"),
     ("valid of numpy", {"valid": np.ones(6, bool)}, {}, None, "valid"),

@@ -11,7 +11,7 @@ import torch
 from agreement import listed
 
 from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, route
-from paceline.routing.selection import BACKENDS, using_backend
+from paceline.routing.backends import BACKENDS, using_backend
 from paceline.routing.stats import LoadAccumulator
 
 DTYPES = [

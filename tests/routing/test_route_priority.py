@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline import CapacityPolicy, RoutingInputs, route
-from paceline.routing.priority import DROPPED_FIRST, NORMAL, PROTECTED, token_priorities
+from paceline.routing.ranking import DROPPED_FIRST, NORMAL, PROTECTED, token_priorities
 
 IMAGE = torch.tensor([False, True, True, False, False, False])
 AUDIO = torch.tensor([False, False, False, True, False, False])

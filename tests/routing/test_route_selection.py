@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import CapacityPolicy, RoutingInputs, route
-from paceline.routing.kernels.plain import first_of_each_group as keep_best
+from paceline.routing.backends.plain import first_of_each_group as keep_best
 
 
 @given(st.integers(0, 2**32 - 1), st.booleans(), st.sampled_from([None, 0, 1, 2, 3]))

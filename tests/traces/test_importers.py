@@ -19,12 +19,12 @@ import pytest
 import torch
 from real_traces import SAMPLE
 
-from paceline.traces import Asked, Trace, TraceError, open_trace, save_trace
-from paceline.traces.importers import torch_files
+from paceline.traces import ImportOptions, Trace, TraceError, open_trace, save_trace
+from paceline.traces.importers import sglang_recorder
 from paceline.traces.tables import load_tables
 
 HERE = Path(__file__).with_name("samples")
-ASKED = Asked(experts=64, k=6, layers=5)
+OPTIONS = ImportOptions(experts=64, k=6, layers=5)
 
 
 def expected(folder: Path) -> dict[str, Any]:
@@ -53,7 +53,7 @@ CASES = cases(Path(ELSEWHERE) if ELSEWHERE else HERE)
 def test_every_count_of_every_format_is_right(
     path: Path, said: dict[str, Any], tmp_path: Path
 ) -> None:
-    trace = open_trace(path, Asked(experts=64, k=said.get("k"), layers=5))
+    trace = open_trace(path, ImportOptions(experts=64, k=said.get("k"), layers=5))
     assert counts_of(trace) == said["counts"]
     layers = trace.header.layers
     assert {layer.experts for layer in layers} == {said["num_experts"]}
@@ -79,23 +79,23 @@ def test_the_cases_are_there() -> None:
 
 def test_a_completion_tells_prompt_from_generated_tokens() -> None:
     for name in ("vllm/chat_completion.v0.32.json", "sglang/generate_response.json"):
-        chunk = next(iter(open_trace(HERE / name, ASKED).chunks))
+        chunk = next(iter(open_trace(HERE / name, OPTIONS).chunks))
         assert chunk.phase is not None
         assert chunk.phase.tolist() == [0] * 24 + [1] * 16
 
 
 def test_tokens_that_the_prefix_cache_answered_dont_count() -> None:
-    trace = open_trace(HERE / "vllm/completion.v0.21.json", ASKED)
+    trace = open_trace(HERE / "vllm/completion.v0.21.json", OPTIONS)
     assert any("16 of 40 tokens have no ids" in note for note in trace.header.notes)
 
 
 def test_several_completions_are_several_batches(tmp_path: Path) -> None:
     one = json.loads((HERE / "vllm/chat_completion.v0.32.json").read_text())
-    single = counts_of(open_trace(HERE / "vllm/chat_completion.v0.32.json", ASKED))
+    single = counts_of(open_trace(HERE / "vllm/chat_completion.v0.32.json", OPTIONS))
     (tmp_path / "lines.jsonl").write_text(f"{json.dumps(one)}\n{json.dumps(one)}\n")
     (tmp_path / "list.json").write_text(json.dumps([one, one]))
     for path in tmp_path.iterdir():
-        trace = open_trace(path, ASKED)
+        trace = open_trace(path, OPTIONS)
         assert counts_of(trace) == (2 * np.array(single)).tolist()
         chunk = next(iter(trace.chunks))
         assert chunk.batches == 2
@@ -110,30 +110,30 @@ def test_other_dtypes_of_other_versions(tmp_path: Path, dtype: Any) -> None:
     text = base64.b64encode(buffer.getvalue()).decode()
     path = tmp_path / "it.json"
     path.write_text(json.dumps({"choices": [{"routed_experts": text}]}))
-    assert counts_of(open_trace(path, Asked(experts=4))) == [[0, 2, 1, 1]]
+    assert counts_of(open_trace(path, ImportOptions(experts=4))) == [[0, 2, 1, 1]]
     np.save(tmp_path / "it.npy", ids)
-    assert counts_of(open_trace(tmp_path / "it.npy", Asked(experts=4))) == [[0, 2, 1, 1]]
+    assert counts_of(open_trace(tmp_path / "it.npy", ImportOptions(experts=4))) == [[0, 2, 1, 1]]
 
 
 def test_sglangs_ids_under_other_names(tmp_path: Path) -> None:
     raw = json.loads((HERE / "sglang/generate_response.json").read_text())
-    wanted = counts_of(open_trace(HERE / "sglang/generate_response.json", ASKED))
+    wanted = counts_of(open_trace(HERE / "sglang/generate_response.json", OPTIONS))
     ids = raw["meta_info"]["routed_experts"]
     for name in ("sglext", "sgl_ext"):
         path = tmp_path / f"{name}.json"
         path.write_text(json.dumps({"choices": [{"index": 0}], name: {"routed_experts": ids}}))
-        assert counts_of(open_trace(path, ASKED)) == wanted
+        assert counts_of(open_trace(path, OPTIONS)) == wanted
 
 
 def test_offline_outputs_are_a_batch_each() -> None:
-    chunk = next(iter(open_trace(HERE / "vllm/offline_outputs.npz", ASKED).chunks))
+    chunk = next(iter(open_trace(HERE / "vllm/offline_outputs.npz", OPTIONS).chunks))
     assert chunk.starts.tolist() == [0, 40, 49]
 
 
 def test_rows_that_were_not_captured_dont_count_in_their_layer(tmp_path: Path) -> None:
     ids = np.array([[[1, 2], [3, 0]], [[0, 0], [1, 3]], [[-1, -1], [-1, -1]], [[2, 0], [-1, -1]]])
     np.save(tmp_path / "it.npy", ids)
-    trace = open_trace(tmp_path / "it.npy", Asked(experts=4))
+    trace = open_trace(tmp_path / "it.npy", ImportOptions(experts=4))
     assert counts_of(trace) == [[1, 1, 2, 0], [1, 1, 0, 2]]
     notes = " ".join(trace.header.notes)
     assert "1 of 4 tokens have no ids" in notes
@@ -142,7 +142,7 @@ def test_rows_that_were_not_captured_dont_count_in_their_layer(tmp_path: Path) -
 
 def test_physical_slots_can_be_kept(tmp_path: Path) -> None:
     path = HERE / "sglang/expert_distribution_recorder_1764456001.0_0.pt"
-    mapped, kept = open_trace(path, ASKED), open_trace(path, Asked(physical=True))
+    mapped, kept = open_trace(path, OPTIONS), open_trace(path, ImportOptions(physical=True))
     assert kept.header.experts == 72
     slots = np.array(counts_of(kept))
     # by hand: slot s of every layer holds the expert that the map names
@@ -159,9 +159,9 @@ def test_counts_are_divided_by_the_world_size_where_that_is_said(tmp_path: Path)
     path.write_text(json.dumps({"logical_count": [[4, 8, 0], [12, 0, 4]]}))
     assert counts_of(open_trace(path)) == [[4, 8, 0], [12, 0, 4]]
     assert any("--world-size" in note for note in open_trace(path).header.notes)
-    assert counts_of(open_trace(path, Asked(world_size=4))) == [[1, 2, 0], [3, 0, 1]]
+    assert counts_of(open_trace(path, ImportOptions(world_size=4))) == [[1, 2, 0], [3, 0, 1]]
     with pytest.raises(TraceError, match="world_size=3"):
-        open_trace(path, Asked(world_size=3))
+        open_trace(path, ImportOptions(world_size=3))
 
 
 def per_token_recording(path: Path, rank: int, ids: list[Any], number: int = 1) -> None:
@@ -217,7 +217,7 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
         if fine:
             assert counts_of(open_trace(tmp_path / "it.npz")) == [[1, 1, 1, 0]]
         else:
-            refused(tmp_path / "it.npz", "finite numbers", Asked())
+            refused(tmp_path / "it.npz", "finite numbers", ImportOptions())
 
 
 def test_passes_of_several_steps_are_batches_of_their_own(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_passes_of_several_steps_are_batches_of_their_own(tmp_path: Path) -> Non
 def test_the_csv_of_several_ranks_adds_up(tmp_path: Path) -> None:
     for rank, count in enumerate((3, 4)):
         (tmp_path / f"rank{rank}.csv").write_text(f"layer_id,expert_id,count\n2,1,{count}\n")
-    trace = open_trace(tmp_path, Asked(experts=2))
+    trace = open_trace(tmp_path, ImportOptions(experts=2))
     assert counts_of(trace) == [[0, 7]]
     assert any("sum of 2 ranks" in note for note in trace.header.notes)
 
@@ -259,18 +259,18 @@ def esft_files(folder: Path) -> dict[str, np.ndarray]:
 
 def test_esft_text_gives_the_ids_and_weights_that_went_in(tmp_path: Path) -> None:
     arrays = esft_files(tmp_path / "law")
-    trace = open_trace(tmp_path / "law", Asked(experts=64, k=6))
+    trace = open_trace(tmp_path / "law", ImportOptions(experts=64, k=6))
     assert [layer.name for layer in trace.header.layers] == ["layer 1", "layer 6"]
     chunk = next(iter(trace.chunks))
     assert (chunk.ids.numpy() == arrays["topk_ids"][:2]).all()
     assert (chunk.weights.numpy().astype(np.float16) == arrays["topk_weights"][:2]).all()
     assert chunk.starts.tolist() == np.cumsum([0, *arrays["sample_lengths"]]).tolist()
-    alone = open_trace(tmp_path / "law/expert_weights_6.txt", Asked(experts=64, k=6))
+    alone = open_trace(tmp_path / "law/expert_weights_6.txt", ImportOptions(experts=64, k=6))
     assert [layer.name for layer in alone.header.layers] == ["layer 6"]
     with pytest.raises(TraceError, match="--k"):
-        open_trace(tmp_path / "law", Asked(experts=64))
+        open_trace(tmp_path / "law", ImportOptions(experts=64))
     with pytest.raises(TraceError, match="k=7"):
-        open_trace(tmp_path / "law", Asked(experts=64, k=7))
+        open_trace(tmp_path / "law", ImportOptions(experts=64, k=7))
 
 
 # -- route logs -----------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def test_a_route_log_whose_index_counts_on_has_none(tmp_path: Path) -> None:
     route_log(tmp_path / "log", [0, 1, 2, 3])
     with pytest.raises(TraceError, match="--experts"):
         open_trace(tmp_path / "log")
-    trace = open_trace(tmp_path / "log", Asked(experts=8))
+    trace = open_trace(tmp_path / "log", ImportOptions(experts=8))
     assert next(iter(trace.chunks)).starts.tolist() == [0, 4]
     assert trace.header.batches == "file"
 
@@ -313,7 +313,7 @@ def test_a_route_log_that_is_cut_off_or_wrong_is_refused_or_cut(tmp_path: Path) 
     route_log(path, [0, 1, 2])
     text = path.read_text()
     path.write_text(text[: text.rindex("{")])  # the last layer of the last token is missing
-    assert next(iter(open_trace(path, Asked(experts=8)).chunks)).tokens == 2
+    assert next(iter(open_trace(path, ImportOptions(experts=8)).chunks)).tokens == 2
     for wrong, said in (
         (text[:-20], "cut off"),
         (text.replace('"topk_ids": [0', '"topk_ids": ["0"'), "topk_ids"),
@@ -324,7 +324,7 @@ def test_a_route_log_that_is_cut_off_or_wrong_is_refused_or_cut(tmp_path: Path) 
         assert wrong != text
         path.write_text(wrong)
         with pytest.raises(TraceError, match=said):
-            open_trace(path, Asked(experts=8))
+            open_trace(path, ImportOptions(experts=8))
 
 
 # -- refusals -------------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_holds_no_loads_is_refused_with_the_reason(name: str) -> None:
     with pytest.raises(TraceError, match="holds no load table: ") as caught:
-        open_trace(HERE / name, ASKED)
+        open_trace(HERE / name, OPTIONS)
     assert REFUSED[name] in str(caught.value)
 
 
@@ -349,9 +349,9 @@ JSONS: list[tuple[Any, str]] = [
     ([[9, 5], [11, 2]], "order of popularity"),
     ({"experts": {"1": [12, 40], "2": [3]}}, "chosen for tuning"),
     ({"P01": {"total_slots": 9, "top20": [[34, 1147, 0.01]]}}, "partial"),
-    ({}, "no kind that is known"),
-    ([], "no kind that is known"),
-    (3, "no trace that is known"),
+    ({}, "JSON of an unknown form"),
+    ([], "JSON of an unknown form"),
+    (3, "is no known trace"),
     ({"choices": [{"message": {}}]}, "has no routed_experts"),
     ({"choices": [{"routed_experts": "%%%"}]}, "is no base64"),
     ({"choices": [{"routed_experts": "AAAA"}]}, "no multiple of 4 bytes"),
@@ -362,7 +362,7 @@ JSONS: list[tuple[Any, str]] = [
     ({"choices": [{"routed_experts": [[[5, 2, 5]]]}]}, "names expert 5 twice"),
     ({"choices": [{"routed_experts": [[[5, 5]]]}]}, "no row that names 2 experts"),
     ({"choices": [3]}, "no JSON object"),
-    ({"num_experts": 2, "k": 1, "layers": {"0": {"2": 5}}}, "was said"),
+    ({"num_experts": 2, "k": 1, "layers": {"0": {"2": 5}}}, "was given"),
     ({"num_experts": 64, "k": 6, "layers": {"0": {"64": 5}}}, "expert 64"),
     ({"num_experts": 64, "k": 6, "layers": {"0": {"6": -5}}}, "count outside 0"),
     ({"num_experts": 64, "k": 6, "layers": {"0": {"6": 0.5}}}, "no whole numbers"),
@@ -373,8 +373,8 @@ JSONS: list[tuple[Any, str]] = [
     ({"num_experts": 10**9, "k": 6, "layers": {"1": {"3": 0}}}, "num_experts=1000000000"),
     ({"num_experts": 64, "k": 6, "layers": {"1": 3}}, "holds 3"),
     ({"logical_count": [[1, 2], [3]]}, "no even nested lists"),
-    ({"logical_count": [1, 2]}, "expected are 2 or 3"),
-    ({"weight": [[1, 2]], "num_replicas": 4}, "was said"),
+    ({"logical_count": [1, 2]}, "expected 2 or 3"),
+    ({"weight": [[1, 2]], "num_replicas": 4}, "was given"),
     ({"layers": [{"layer_id": 1, "experts": [{"expert_id": 0, "activations": 4}]}]}, "of 3"),
 ]
 
@@ -383,13 +383,13 @@ JSONS: list[tuple[Any, str]] = [
 def test_json_that_cant_be_is_refused(tmp_path: Path, data: Any, said: str) -> None:
     path = tmp_path / "it.json"
     path.write_text(json.dumps(data))
-    refused(path, said, ASKED if "multiple" in said else Asked(experts=64, layers=5))
+    refused(path, said, OPTIONS if "multiple" in said else ImportOptions(experts=64, layers=5))
 
 
-def refused(path: Path, said: str, asked: Asked = ASKED) -> None:
+def refused(path: Path, said: str, options: ImportOptions = OPTIONS) -> None:
     """Opening ends in one sentence that names the file and says this."""
     with pytest.raises(TraceError) as caught:
-        open_trace(path, asked)
+        open_trace(path, options)
     text = str(caught.value)
     assert said in text
     assert path.name in text
@@ -406,26 +406,26 @@ def test_numbers_of_experts_are_never_guessed_from_tables() -> None:
         "llama_cpp/expert_selection.csv",
         "llama_cpp/expert_trace.json",
     ):
-        with pytest.raises(TraceError, match="how many experts a layer has: say --experts"):
+        with pytest.raises(TraceError, match="the number of experts per layer: give --experts"):
             open_trace(HERE / name)
     with pytest.raises(TraceError, match="--layers"):
-        open_trace(HERE / "sglang/generate_response.json", Asked(experts=64))
-    with pytest.raises(TraceError, match="k=6, but k=4 was said"):
-        open_trace(HERE / "vllm/chat_completion.v0.32.json", Asked(experts=64, k=4))
+        open_trace(HERE / "sglang/generate_response.json", ImportOptions(experts=64))
+    with pytest.raises(TraceError, match="k=6, but k=4 was given"):
+        open_trace(HERE / "vllm/chat_completion.v0.32.json", ImportOptions(experts=64, k=4))
 
 
 def test_the_models_config_tells(tmp_path: Path) -> None:
     config = {"text_config": {"n_routed_experts": 64, "num_experts_per_tok": 6}}
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 5}))
-    asked = Asked().with_config(tmp_path)
-    assert asked == Asked(experts=64, k=6, layers=5)
-    assert Asked(experts=8, k=2).with_config(tmp_path).experts == 8
-    trace = open_trace(HERE / "sglang/generate_response.json", asked)
+    options = ImportOptions().with_config(tmp_path)
+    assert options == ImportOptions(experts=64, k=6, layers=5)
+    assert ImportOptions(experts=8, k=2).with_config(tmp_path).experts == 8
+    trace = open_trace(HERE / "sglang/generate_response.json", options)
     assert trace.header.k == 6
     for raw in ("[]", "{", '{"num_experts": "many"}'):
         (tmp_path / "config.json").write_text(raw)
         with pytest.raises(TraceError, match="config"):
-            Asked().with_config(tmp_path)
+            ImportOptions().with_config(tmp_path)
 
 
 # -- hostile files --------------------------------------------------------------------------------
@@ -449,18 +449,18 @@ def test_no_pickle_is_ever_run(tmp_path: Path) -> None:
         (tmp_path / "it.pkl").write_bytes(pickle.dumps(Evil(left), protocol=protocol))
         refused(tmp_path / "it.pkl", "is a pickle")
     np.save(tmp_path / "it.npy", np.array([Evil(left)], dtype=object), allow_pickle=True)
-    refused(tmp_path / "it.npy", "expected are numbers")
+    refused(tmp_path / "it.npy", "expected numbers")
     np.savez(tmp_path / "it.npz", topk_ids=np.array([Evil(left)], dtype=object))
-    refused(tmp_path / "it.npz", "expected are numbers")
+    refused(tmp_path / "it.npz", "expected numbers")
     assert not left.exists()
 
 
 def test_a_torch_file_is_refused_where_torch_has_known_holes(monkeypatch: Any) -> None:
     path = HERE / "sglang/expert_distribution_recorder_1764456000.0.pt"
     for version in ("2.9.1", "2.5.0+cpu", "1.13"):
-        monkeypatch.setattr(torch_files.torch, "__version__", version)
+        monkeypatch.setattr(sglang_recorder.torch, "__version__", version)
         refused(path, "torch 2.10 or newer")
-    monkeypatch.setattr(torch_files.torch, "__version__", "2.10.0a0")
+    monkeypatch.setattr(sglang_recorder.torch, "__version__", "2.10.0a0")
     assert open_trace(path).header.experts == 64
 
 
@@ -470,7 +470,7 @@ TORCH_FILES: list[tuple[Any, str]] = [
     ({"logical_count": torch.zeros(2, 2, 2)}, "whole numbers"),
     ({"logical_count": torch.zeros(2, 2, dtype=torch.int32)}, "3 axes"),
     ({"records": []}, "no recording of SGLang"),
-    ({"records": [3]}, "expected are dicts"),
+    ({"records": [3]}, "expected dicts"),
     ({"records": [{"global_physical_count": torch.zeros(1, 2).int()}]}, "forward_pass_id"),
     (
         {
@@ -479,7 +479,7 @@ TORCH_FILES: list[tuple[Any, str]] = [
             ],
             "last_physical_to_logical_map": torch.zeros(1, 3).long(),
         },
-        "expected is [1, 2]",
+        "expected [1, 2]",
     ),
     (
         {
@@ -530,28 +530,6 @@ def test_a_gguf_with_lengths_that_cant_be_is_refused(tmp_path: Path) -> None:
     refused(path, "version 2 or 3")
 
 
-def test_bytes_changed_at_random_end_in_a_sentence_or_a_trace(tmp_path: Path) -> None:
-    """Whatever a broken file holds, what comes out is one sentence or a trace, nothing else."""
-    rng = np.random.default_rng(5)
-    files = [path for path in HERE.rglob("*") if path.is_file() and path.suffix != ".md"]
-    for path in files:
-        raw = path.read_bytes()
-        for _ in range(12):
-            broken = bytearray(raw)
-            for at in rng.integers(0, len(raw), 3):
-                broken[at] = rng.integers(0, 256)
-            if rng.random() < 0.3:
-                broken = broken[: rng.integers(0, len(raw))]
-            copy = tmp_path / path.name.replace("_0.pt", ".pt")
-            copy.write_bytes(broken)
-            said = ""
-            try:
-                counts_of(open_trace(copy, ASKED))
-            except TraceError as error:
-                said = str(error)
-            assert "\n" not in said
-
-
 def test_a_statistic_of_tensorrt_that_cant_be_is_refused(tmp_path: Path) -> None:
     def fresh() -> Path:
         shutil.rmtree(tmp_path / "it", ignore_errors=True)
@@ -559,8 +537,8 @@ def test_a_statistic_of_tensorrt_that_cant_be_is_refused(tmp_path: Path) -> None
         return tmp_path / "it"
 
     folder = fresh()
-    with pytest.raises(TraceError, match="experts=8 was said"):
-        open_trace(folder, Asked(experts=8))
+    with pytest.raises(TraceError, match="experts=8 was given"):
+        open_trace(folder, ImportOptions(experts=8))
     (folder / "meta_info.json").write_text('{"num_experts": 32, "num_experts_per_token": 6}')
     with pytest.raises(TraceError, match=r"has shape \[64\]"):
         open_trace(folder)
@@ -582,12 +560,12 @@ def test_a_statistic_of_tensorrt_that_cant_be_is_refused(tmp_path: Path) -> None
 def test_what_is_no_file_or_unknown_is_refused(tmp_path: Path) -> None:
     refused(tmp_path / "nothing", "there is no trace")
     (tmp_path / "empty").write_bytes(b"")
-    refused(tmp_path / "empty", "no trace that is known")
+    refused(tmp_path / "empty", "is no known trace")
     (tmp_path / "text").write_text("just words")
-    refused(tmp_path / "text", "no trace that is known")
+    refused(tmp_path / "text", "is no known trace")
     (tmp_path / "folder").mkdir()
-    refused(tmp_path / "folder", "holds no trace that is known")
+    refused(tmp_path / "folder", "holds no known trace")
     os.mkfifo(tmp_path / "fifo")
     refused(tmp_path / "fifo", "no plain file")
-    with pytest.raises(TraceError, match="no sample 'x': allowed are esft"):
+    with pytest.raises(TraceError, match="sample must be one of esft"):
         open_trace("sample:x")

@@ -17,10 +17,10 @@ from made_up_traces import count_trace, traces
 from strategies import placements
 
 from paceline import ExpertPlacement
-from paceline.traces import Asked, Trace, open_trace, sample
+from paceline.traces import ImportOptions, Trace, open_trace, sample
 from paceline.traces.format import MODALITIES, PHASES, UNKNOWN
 from paceline.traces.loads import trace_loads
-from paceline.traces.rows import repeats, without
+from paceline.traces.trace import repeats, without
 
 HERE = Path(__file__).with_name("samples")
 
@@ -64,7 +64,7 @@ def test_figures_are_those_of_the_loops(trace: Trace, data: Any) -> None:
         with pytest.raises(ValueError, match="no assignment"):
             trace_loads(trace, [placement])
         return
-    got = trace_loads(trace, [placement])
+    got = trace_loads(trace, [placement]).to_dict()
     devices = np.zeros((*counts.shape[:2], P))
     for expert in range(E):
         devices[:, :, hosts[expert]] += counts[:, :, expert]
@@ -135,8 +135,8 @@ def expected() -> list[tuple[Path, dict[str, Any]]]:
 
 @pytest.mark.parametrize(("path", "said"), expected(), ids=[p.name for p, _ in expected()])
 def test_pooled_figures_of_every_format(path: Path, said: dict[str, Any]) -> None:
-    trace = open_trace(path, Asked(experts=64, k=said.get("k"), layers=5))
-    for layer, figures in enumerate(trace_loads(trace, 8)["layers"]):
+    trace = open_trace(path, ImportOptions(experts=64, k=said.get("k"), layers=5))
+    for layer, figures in enumerate(trace_loads(trace, 8).to_dict()["layers"]):
         for name in ("expert", "device"):
             key = "expert_peak_to_mean" if name == "expert" else "device_peak_to_mean_8_contiguous"
             assert round(figures[f"pooled_{name}_peak_to_mean"], 4) == said[key][layer]
@@ -145,7 +145,7 @@ def test_pooled_figures_of_every_format(path: Path, said: dict[str, Any]) -> Non
 def test_groups_of_counts_are_kept_apart() -> None:
     trace = count_trace()
     chunk = next(iter(trace.chunks))
-    got = trace_loads(trace, 2)
+    got = trace_loads(trace, 2).to_dict()
     found = {(g["phase"], g["modality"]): g for g in got["groups"]}
     for index, key in enumerate([("prefill", "text"), ("decode", "unknown")]):
         assert found[key]["assignments"] == int(chunk.counts[:, :, index].sum())
@@ -163,7 +163,7 @@ def test_layers_of_other_numbers_of_experts() -> None:
     )  # fmt: skip
     small = one.header.layers[1].model_copy(update={"experts": 2})
     header = one.header.model_copy(update={"layers": (one.header.layers[0], small)})
-    got = trace_loads(Trace(header, (chunk,)), 2)
+    got = trace_loads(Trace(header, (chunk,)), 2).to_dict()
     assert [layer["device_loads"] for layer in got["layers"]] == [[4, 4], [3, 1]]
     assert [layer["pooled_expert_peak_to_mean"] for layer in got["layers"]] == [2.0, 1.5]
     assert got["overall"]["device_peak_to_mean"] == (4 + 3) / (4 + 2)
@@ -172,7 +172,7 @@ def test_layers_of_other_numbers_of_experts() -> None:
 def test_shares_have_balance_and_no_totals(tmp_path: Path) -> None:
     table = {"token_scores": {"1": {"0": 0.5, "3": 0.5}, "2": {"1": 0.25, "2": 0.75}}}
     (tmp_path / "it.json").write_text(json.dumps(table))
-    got = trace_loads(open_trace(tmp_path / "it.json", Asked(experts=4)), 2)
+    got = trace_loads(open_trace(tmp_path / "it.json", ImportOptions(experts=4)), 2).to_dict()
     assert got["tokens"] is None
     assert [layer["assignments"] for layer in got["layers"]] == [None, None]
     assert [layer["pooled_expert_peak_to_mean"] for layer in got["layers"]] == [2.0, 3.0]
@@ -227,12 +227,12 @@ def test_a_dummy_row_is_seen_and_figures_come_with_and_without(tmp_path: Path) -
     ids = chunk.ids.clone()
     ids[:, 1::2] = ids[:, :1]
     padded = Trace(trace.header, (dataclasses.replace(chunk, ids=ids),))
-    got = trace_loads(padded, 8, batch_tokens=1024)
+    got = trace_loads(padded, 8, batch_tokens=1024).to_dict()
     assert got["rows"]["tokens"] == 4096
     assert 0.5 < got["rows"]["commonest_share"] < 0.51
     assert got["overall"]["device_peak_to_mean"] > 1.5
     real = Trace(trace.header, (chunk.take(torch.arange(2, 4096, 2), torch.tensor([0, 2047])),))
-    alone = trace_loads(real, 8, batch_tokens=1024)["overall"]["device_peak_to_mean"]
+    alone = trace_loads(real, 8, batch_tokens=1024).overall.device_peak_to_mean
     without_it = got["rows"]["without_commonest"]["device_peak_to_mean"]
     assert math.isclose(without_it, alone, rel_tol=0.01)
     found = repeats(padded)

@@ -1,12 +1,12 @@
-"""What a MoE layer costs on many devices: gate, dispatch, the slowest device's experts, combine.
+"""Cost model of a MoE layer on many devices: gate, dispatch, slowest device's experts, combine.
 
 Shared experts, which every token runs through on its own device, come on top: no load changes them.
 
 A device's experts take, one after the other: a launch; reading the weights of every expert that
-gets a row (6 H I FLOP a row, 3 H I weights an expert); the FLOPs of its rows, each expert's padded
-to whole tiles; and moving its rows' activations. Terms are added, not overlapped. Where few rows
-get to an expert the weights rule, and fewer rows save next to nothing: what a cap can't buy in
-decode.
+gets a row (6 H I FLOP per row, 3 H I weights per expert); the FLOPs of its rows, each expert's
+padded to whole tiles; and moving its rows' activations. Terms are added, not overlapped. Where few
+rows get to an expert, reading weights dominates, and fewer rows save next to nothing: so a capacity
+factor gains nothing in decode.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LayerShape:
         hidden: hidden size H.
         expert_size: intermediate size I of one expert.
         experts: routed experts E.
-        k: experts a token.
+        k: experts per token.
         precision: of weights and products: "bf16", "fp8", or "fp4" weights with 8-bit products;
             "fp32" on a CPU.
         shared: intermediate size of all shared experts together; 0: there are none.
@@ -55,21 +55,13 @@ class LayerShape:
         least = {"hidden": 1, "expert_size": 1, "experts": 1, "k": 1, "shared": 0}
         for name, size in least.items():
             if getattr(self, name) < size:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} is not allowed: it is at least {size}."
-                )
+                raise ValueError(f"{name} must be at least {size}, got {getattr(self, name)}")
         if self.precision not in BYTES:
-            raise ValueError(
-                f"precision={self.precision!r} is not allowed: it is one of {', '.join(BYTES)}."
-            )
+            raise ValueError(f"precision must be one of {', '.join(BYTES)}, got {self.precision!r}")
 
     @property
     def row_flops(self) -> int:
-        """FLOPs of one row (one assignment).
-
-        >>> LayerShape(2048, 1408, 64, 6).row_flops
-        17301504
-        """
+        """FLOPs of one row (one assignment)."""
         return 6 * self.hidden * self.expert_size
 
     @property
@@ -79,8 +71,10 @@ class LayerShape:
 
     @property
     def row_bytes(self) -> float:
-        """Bytes that the activations of one row move through memory: the row in and out, the gate
-        and up projections out, their product in and out."""
+        """Bytes that the activations of one row move through memory.
+
+        The row in and out, the gate and up projections out, their product in and out.
+        """
         wide = BYTES["fp32"] if self.precision == "fp32" else BYTES["bf16"]
         return (2 * self.hidden + 4 * self.expert_size) * wide
 
@@ -122,7 +116,7 @@ def layer_shape(path: Path, precision: str | None = None) -> LayerShape:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Seconds of each stage, and what it moved.
+    """Seconds of each stage, and the bytes that it moved.
 
     Attributes:
         seconds: stage -> [batches] seconds; `STAGES` in turn make the layer.
@@ -152,14 +146,14 @@ def layer_cost(
     hardware: Hardware,
     received: ArrayLike | None = None,
 ) -> LayerCost:
-    """Seconds of a layer for every batch.
+    """Compute the seconds of a layer for every batch.
 
-    Tokens are spread evenly over the devices, which is what data parallelism aims at.
+    Tokens are spread evenly over the devices, as data parallelism aims to.
 
     Args:
-        loads: [batches, experts] rows of each expert: what is left of them after a cap.
+        loads: [batches, experts] rows of each expert, after a cap.
         tokens: [batches] tokens of each batch, over all devices.
-        layer: which expert lies where.
+        layer: map of the experts.
         shape: of the layer.
         hardware: of each device.
         received: [batches, devices] tokens that have an expert on each device: a dispatch sends a
@@ -179,22 +173,22 @@ def layer_cost(
     count = np.asarray(tokens, dtype=np.float64)
     if rows.shape[1] != layer.num_experts or shape.experts != layer.num_experts:
         raise ValueError(
-            f"loads of {rows.shape[1]} experts, a map of {layer.num_experts} and a shape of "
-            f"{shape.experts} are not allowed: they are the same."
+            f"loads, map and shape must be of the same number of experts, got {rows.shape[1]}, "
+            f"{layer.num_experts} and {shape.experts}"
         )
     if count.shape != (len(rows),):
         raise ValueError(
-            f"tokens of shape {list(count.shape)} are not allowed: they are one for each of the "
-            f"{len(rows)} batches."
+            f"tokens must be one number for each of the {len(rows)} batches, got shape "
+            f"{list(count.shape)}"
         )
     per_device = layer.device_loads(rows)
     arriving = per_device if received is None else np.asarray(received, dtype=np.float64)
     if arriving.shape != per_device.shape:
         raise ValueError(
-            f"received of shape {list(arriving.shape)} is not allowed: it is "
-            f"{list(per_device.shape)}, [batches, devices]."
+            f"received must be [batches, devices] {list(per_device.shape)}, got shape "
+            f"{list(arriving.shape)}"
         )
-    slot_rows = rows[:, layer.slots] / np.array(layer.copies)[list(layer.slots)]
+    slot_rows = layer.slot_loads(rows)
     device_of = np.array(layer.device_of_slot)
     experts = np.stack(
         [
@@ -228,14 +222,7 @@ def layer_cost(
 
 
 def device_seconds(rows: ArrayLike, shape: LayerShape, hardware: Hardware) -> Loads:
-    """[batches, experts of one device] rows -> [batches] seconds of its experts.
-
-    >>> from paceline.analysis.hardware import PRESETS
-    >>> one = device_seconds([[1.0]], LayerShape(4096, 14336, 8, 2), PRESETS["h100"])
-    >>> many = device_seconds([[32.0]], LayerShape(4096, 14336, 8, 2), PRESETS["h100"])
-    >>> float(many[0] / one[0]) < 1.1  # reading the weights is nearly all
-    True
-    """
+    """Compute the seconds of a device's experts, [batches, experts] rows -> [batches]."""
     each = np.asarray(rows, dtype=np.float64)
     active = each > 0
     padded = padded_rows(each, hardware.tile)
@@ -251,7 +238,7 @@ def device_seconds(rows: ArrayLike, shape: LayerShape, hardware: Hardware) -> Lo
 
 
 def padded_rows(rows: Loads, tile: int) -> Loads:
-    """Rows as they are computed: in whole tiles, smaller ones (16, 32, ...) where few are there.
+    """Pad rows to whole tiles, smaller ones (16, 32, ...) for experts with few rows.
 
     >>> padded_rows(np.array([0.0, 1.0, 17.0, 129.0]), tile=128).tolist()
     [0.0, 16.0, 32.0, 256.0]
@@ -262,25 +249,14 @@ def padded_rows(rows: Loads, tile: int) -> Loads:
 
 
 def gate_seconds(tokens: Loads, shape: LayerShape, hardware: Hardware) -> Loads:
-    """[batches] tokens of a device -> seconds of its router: one product, and reading its input.
-
-    >>> from paceline.analysis.hardware import PRESETS
-    >>> bool(gate_seconds(np.zeros(1), LayerShape(2048, 1024, 64, 8), PRESETS["h100"])[0] == 5e-6)
-    True
-    """
+    """Compute the seconds of a device's router, [batches] tokens: a product and its input."""
     wide = BYTES["fp32"] if shape.precision == "fp32" else BYTES["bf16"]
     product = tokens * 2 * shape.hidden * shape.experts / hardware.flops
     return np.asarray(hardware.launch + product + tokens * shape.hidden * wide / hardware.memory)
 
 
 def shared_seconds(tokens: Loads, shape: LayerShape, hardware: Hardware) -> Loads:
-    """[batches] tokens of a device -> seconds of its shared experts, as one more expert's.
-
-    >>> from paceline.analysis.hardware import PRESETS
-    >>> one = LayerShape(2048, 1408, 64, 6, shared=2816)
-    >>> bool(shared_seconds(np.ones(1), one, PRESETS["h100"])[0] > 5e-6)
-    True
-    """
+    """Compute the seconds of a device's shared experts, [batches] tokens, as one more expert's."""
     if not shape.shared:
         return np.zeros(len(tokens))
     alone = replace(shape, expert_size=shape.shared, shared=0)
@@ -288,14 +264,10 @@ def shared_seconds(tokens: Loads, shape: LayerShape, hardware: Hardware) -> Load
 
 
 def exchange_seconds(received: Loads, devices: int, hardware: Hardware) -> Loads:
-    """[batches] bytes that the busiest device receives -> seconds of a dispatch or combine.
+    """Compute the seconds of a dispatch or combine, [batches] bytes to the busiest device.
 
-    What comes from devices of its own machine and from others comes at once, over links of their
-    own; the slower of the two counts.
-
-    >>> from paceline.analysis.hardware import PRESETS
-    >>> round(float(exchange_seconds(np.array([376e6]), 8, PRESETS["h100"])[0]) * 1e3, 2)  # ms
-    1.02
+    Bytes from devices of its own machine and from others arrive at the same time, over links of
+    their own; the slower of the two counts.
     """
     if devices == 1:
         return np.zeros_like(received)

@@ -1,9 +1,9 @@
 """EPLB, the expert-parallelism load balancer of DeepSeek, as published: replicate, then pack.
 
 The algorithm (github.com/deepseek-ai/EPLB): give replicas one by one to the expert with the
-largest load a replica; pack heaviest first into the lightest device with a free slot, equally many
-slots a device. Where the groups of a group-limited router divide by the nodes, first pack whole
-groups onto nodes and do the rest inside each node. Written from that description. Loads are
+largest load per replica; pack heaviest first into the lightest device with a free slot, equally
+many slots per device. Where the groups of a group-limited router divide by the nodes, first pack
+whole groups onto nodes and do the rest inside each node. Written from that description. Loads are
 float32, and sorted and summed by torch, as in the original, whose order among equal loads is
 torch's: so its maps are equal slot by slot.
 """
@@ -23,12 +23,12 @@ Ids = NDArray[np.int64]
 def eplb_map(
     loads: ArrayLike, num_devices: int, replicas: int = 0, groups: int = 1, nodes: int = 1
 ) -> ExpertMap:
-    """EPLB's map of one layer.
+    """Make EPLB's map of one layer.
 
     Args:
         loads: [experts] load of each expert.
         num_devices: devices (its GPUs).
-        replicas: slots beyond one an expert.
+        replicas: slots beyond one per expert.
         groups: expert groups of a group-limited router.
         nodes: machines that share the devices equally.
 
@@ -42,16 +42,14 @@ def eplb_map(
     slots = len(weights) + replicas
     if replicas < 0 or num_devices < 1 or slots % num_devices:
         raise ValueError(
-            f"{len(weights)} experts and {replicas} replicas are not allowed: EPLB needs "
-            f"equally many slots on each of the {num_devices} devices."
+            f"slots per device must be equal for EPLB, got {len(weights)} experts and {replicas} "
+            f"replicas on {num_devices} devices"
         )
     if groups < 1 or len(weights) % groups:
-        raise ValueError(
-            f"groups={groups} is not allowed: {len(weights)} experts divide by the groups."
-        )
+        raise ValueError(f"groups must divide the {len(weights)} experts, got {groups}")
     if nodes < 1 or num_devices % nodes or (groups % nodes == 0 and slots % nodes):
         raise ValueError(
-            f"nodes={nodes} is not allowed: the devices and the slots divide by the nodes."
+            f"nodes must divide the {num_devices} devices and the {slots} slots, got {nodes}"
         )
     if groups % nodes:  # groups don't fit nodes: all devices are one pool
         groups = nodes = 1
@@ -65,7 +63,7 @@ def eplb_map(
 
 
 def _whole_groups(weights: Weights, groups: int, nodes: int) -> Ids:
-    """[experts] in the order of nodes, groups whole."""
+    """Order experts by node, groups whole, [experts]."""
     size = len(weights) // groups
     sums = torch.from_numpy(weights).reshape(groups, size).sum(-1)
     members = pack(np.asarray(sums.numpy(), np.float32), nodes)
@@ -73,14 +71,14 @@ def _whole_groups(weights: Weights, groups: int, nodes: int) -> Ids:
 
 
 def _one_node(weights: Weights, experts: Ids, slots: int, devices: int) -> list[int]:
-    """Experts of the slots of one node."""
+    """Place the experts of one node on its slots."""
     chosen, copies = replicate(weights[experts], slots)
     share = np.asarray(weights[experts] / copies.astype(np.float32), np.float32)
     return [int(experts[chosen[s]]) for device in pack(share[chosen], devices) for s in device]
 
 
 def replicate(weights: Weights, slots: int) -> tuple[Ids, Ids]:
-    """Give every expert a slot, and each further slot to the largest load a replica.
+    """Give every expert a slot, and each further slot to the largest load per replica.
 
     Returns:
         ([slots] expert of each slot, [experts] slots of each expert).
@@ -98,7 +96,7 @@ def replicate(weights: Weights, slots: int) -> tuple[Ids, Ids]:
 
 
 def pack(weights: Weights, packs: int) -> list[list[int]]:
-    """Equally many items a pack, heaviest first, each into the lightest pack with a place.
+    """Pack equally many items, heaviest first, each into the lightest pack with a place.
 
     Returns:
         the items of each pack, in the order in which they came.

@@ -1,11 +1,11 @@
-"""What a device can do, as far as the cost of a MoE layer depends on it: presets, and a file form.
+"""Hardware figures that the cost of a MoE layer depends on: presets, and a file form.
 
-Where the presets' figures are from: peak dense FLOP/s, memory and links are the makers'; reachable
-bfloat16 FLOP/s (of large matrix products) are those measured in stas00/ml-engineering (744d01e),
-peaks also in pytorch/torchtitan (b5bcd76); the H20's are of the press, since its maker publishes
-none. Where no reachable figure was measured 0.8 of the peak is taken, as on H100. Links: one way, a
-device, within a machine; between machines 400 Gbit/s a device. The latency of an exchange and the
-share of a network link that it reaches are DeepEP's on H800 (its README).
+Sources of the presets: peak dense FLOP/s, memory and links are the makers'; reachable bfloat16
+FLOP/s (of large matrix products) are those measured in stas00/ml-engineering (744d01e), peaks also
+in pytorch/torchtitan (b5bcd76); the H20's are from the press, since its maker publishes none. Where
+no reachable figure was measured, it is 0.8 of the peak, as on H100. Links: one way, per device,
+within a machine; between machines 400 Gbit/s per device. The latency of an exchange and the share
+of a network link that it reaches are DeepEP's on H800 (its README).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.files import MOST_SETTINGS, read_plain, whole_file
+from paceline.files import MOST_SETTINGS, atomic_file, read_plain
 from paceline.text import shortened
 
 Precision = Literal["bf16", "fp8", "fp4"]
@@ -25,7 +25,7 @@ BYTES: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.5}
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device of many alike.
+    """Figures of one device of many alike.
 
     Attributes:
         name: for reports.
@@ -75,30 +75,24 @@ class Hardware:
         for name in ("flops", "memory", "memory_size", "link", "network"):
             if not getattr(self, name) > 0:
                 raise ValueError(
-                    f"hardware {self.name}: {name}={getattr(self, name)} is not allowed: it is "
-                    "above 0."
+                    f"hardware {self.name}: {name} must be above 0, got {getattr(self, name)}"
                 )
         for name in ("fp8", "launch", "per_expert", "exchange", "slow_flops", "activations"):
             if not getattr(self, name) >= 0:
                 raise ValueError(
-                    f"hardware {self.name}: {name}={getattr(self, name)} is not allowed: it is at "
-                    "least 0."
+                    f"hardware {self.name}: {name} must be at least 0, got {getattr(self, name)}"
                 )
         if self.tile < 1 or self.devices_per_node < 1 or self.slow_rows < 0:
             raise ValueError(
-                f"hardware {self.name}: tile={self.tile}, devices_per_node="
-                f"{self.devices_per_node} and slow_rows={self.slow_rows} are not allowed: the "
-                "first two are at least 1, the last at least 0."
+                f"hardware {self.name}: tile and devices_per_node must be at least 1 and slow_rows "
+                f"at least 0, got {self.tile}, {self.devices_per_node} and {self.slow_rows}"
             )
 
     def reachable(self, precision: str) -> float:
-        """FLOP/s of matrix products in a precision; weights of 4 bits are computed in 8.
+        """Return the FLOP/s of matrix products in a precision; weights of 4 bits are computed in 8.
 
         Raises:
             ValueError: if the device doesn't compute in it.
-
-        >>> PRESETS["h100"].reachable("bf16") / 1e12
-        794.0
         """
         if precision == self.precision or (not self.precision and precision in ("bf16", "fp32")):
             return self.flops
@@ -121,7 +115,7 @@ def _preset(
     link: float,
     source: str = "stas00/ml-engineering 744d01e, pytorch/torchtitan b5bcd76",
 ) -> Hardware:
-    """From TFLOPS, TB/s, GB and GB/s."""
+    """Make a preset from TFLOPS, TB/s, GB and GB/s."""
     flops = 0.8 * peak if reached is None else reached
     return Hardware(
         name=name,
@@ -137,7 +131,7 @@ def _preset(
 PRESETS = {
     hardware.name: hardware
     for hardware in (
-        _preset("h20", 148, None, 296, 4.0, 96, 376, "figures of the press"),
+        _preset("h20", 148, None, 296, 4.0, 96, 376, "figures from the press"),
         _preset("h100", 989, 794, 1979, 3.35, 80, 376),
         _preset("h200", 989, 794, 1979, 4.8, 141, 376),
         _preset("b200", 2250, 1745, 4500, 8.0, 180, 752),
@@ -150,7 +144,7 @@ PRESETS = {
 
 
 def hardware_of(name: str) -> Hardware:
-    """A preset, or what a file from `paceline bench hardware` says.
+    """Return a preset, or read a file from `paceline bench hardware`.
 
     Raises:
         ValueError: if there is neither, or the file holds no hardware.
@@ -163,51 +157,42 @@ def hardware_of(name: str) -> Hardware:
     path = Path(name)
     if not path.is_file():
         raise ValueError(
-            f"hardware {name!r} is not allowed: it is one of {', '.join(PRESETS)}, or a file from "
-            "paceline bench hardware."
+            f"hardware must be one of {', '.join(PRESETS)}, or a file from paceline bench "
+            f"hardware, got {name!r}"
         )
     try:
-        said: Any = json.loads(read_plain(path, MOST_SETTINGS).decode("utf-8"))["hardware"]
+        values: Any = json.loads(read_plain(path, MOST_SETTINGS).decode("utf-8"))["hardware"]
         known = {field.name for field in fields(Hardware)}
-        if not isinstance(said, dict) or not set(said) <= known:
+        if not isinstance(values, dict) or not set(values) <= known:
             raise ValueError(f"its fields are {', '.join(sorted(known))}")
-        return Hardware(**said)
+        return Hardware(**values)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} holds no hardware: {shortened(str(error), 200)}.") from None
 
 
 def save_hardware(hardware: Hardware, path: Path, more: dict[str, Any] | None = None) -> None:
-    """Write what `hardware_of` reads.
+    """Write a file that `hardware_of` reads.
 
     Args:
         hardware: to write.
         path: of the file.
-        more: what else the file should say, such as how it was measured.
+        more: further content, such as how it was measured.
 
     Raises:
         OSError: if the file can't be written.
-
-    >>> from tempfile import TemporaryDirectory
-    >>> with TemporaryDirectory() as folder:
-    ...     save_hardware(PRESETS["h20"], Path(folder) / "h.json")
-    ...     print(hardware_of(f"{folder}/h.json") == PRESETS["h20"])
-    True
     """
     content = {"hardware": asdict(hardware), **(more or {})}
-    with whole_file(path, private=False) as file:
+    with atomic_file(path, private=False) as file:
         file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def linked(hardware: Hardware, link: float | None, network: float | None) -> Hardware:
-    """The same device with other links.
+    """Replace the links of a device.
 
     Args:
         hardware: to change.
         link: bytes/s within a machine, None: as it is.
         network: bytes/s between machines, None: as it is.
-
-    >>> linked(PRESETS["h20"], 1e9, None).link
-    1000000000.0
     """
     return replace(
         hardware,

@@ -1,4 +1,4 @@
-"""Search a placement whose busiest device has the fewest rows, batch after batch.
+"""Search for a placement whose busiest device has the fewest rows, batch after batch.
 
 A synchronous layer waits for the busiest device of *each* batch, so the objective is the mean over
 batches of the busiest device's rows, not the balance of the sums. Heaviest first into the lightest
@@ -26,7 +26,7 @@ PIECE_TOKENS = 64
 """Tokens of a piece of traffic to fit on, where it can be cut."""
 
 DAMPING = 0.25
-"""Share of a piece's deviation from the mean that is taken for chance. From 0 to 0.75 the held-out
+"""Share of a piece's deviation from the mean that counts as chance. From 0 to 0.75 the held-out
 result moves by 0.2% to 1.3%; 0.25 was within 0.6% of the best on each recorded traffic."""
 
 MAX_PIECES = 512
@@ -39,18 +39,18 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Shape:
-    """What a placement must look like.
+    """Requirements on the map of one layer.
 
     Attributes:
         num_experts: experts of the layer.
         num_devices: devices that share the slots, in order; sizes differ by at most one.
-        replicas: slots beyond one an expert.
+        replicas: slots beyond one per expert.
         groups: expert groups of a group-limited router, consecutive experts.
         nodes: machines that share the devices equally; each hosts whole groups. None: groups stay
             whole on consecutive devices, so that a checkpoint can be put into this order.
 
     Raises:
-        ValueError: if that can't be.
+        ValueError: if there is no such map.
 
     >>> Shape(num_experts=8, num_devices=4, groups=2).cells
     2
@@ -65,30 +65,26 @@ class Shape:
     def __post_init__(self) -> None:
         experts, devices = self.num_experts, self.num_devices
         if self.replicas < 0:
-            raise ValueError(f"replicas={self.replicas} is not allowed: it is at least 0.")
+            raise ValueError(f"replicas must be at least 0, got {self.replicas}")
         if not 1 <= devices <= experts + self.replicas:
             raise ValueError(
-                f"num_devices={devices} is not allowed: {experts} experts and {self.replicas} "
-                f"replicas go on 1 to {experts + self.replicas} devices."
+                f"num_devices must be from 1 to {experts + self.replicas} ({experts} experts and "
+                f"{self.replicas} replicas), got {devices}"
             )
         if self.groups < 1 or experts % self.groups:
-            raise ValueError(
-                f"groups={self.groups} is not allowed: {experts} experts divide by the groups."
-            )
+            raise ValueError(f"groups must divide the {experts} experts, got {self.groups}")
         if self.nodes is not None and (self.nodes < 1 or devices % self.nodes):
-            raise ValueError(
-                f"nodes={self.nodes} is not allowed: {devices} devices divide by the nodes."
-            )
+            raise ValueError(f"nodes must divide the {devices} devices, got {self.nodes}")
         cells = self.cells
         if devices % cells or self.groups % cells:
             raise ValueError(
-                f"groups={self.groups} is not allowed: whole groups can't be shared out evenly to "
-                f"{devices} devices on {self.nodes or 1} nodes."
+                f"groups must divide evenly among {devices} devices on {self.nodes or 1} nodes, "
+                f"got {self.groups}"
             )
         if cells > 1 and (experts + self.replicas) % devices:
             raise ValueError(
-                f"num_devices={devices} is not allowed: with groups, the {experts} experts and "
-                f"{self.replicas} replicas divide by the devices."
+                f"num_devices must divide the {experts} experts and {self.replicas} replicas of a "
+                f"router with groups, got {devices}"
             )
 
     @property
@@ -96,7 +92,7 @@ class Shape:
         """Sets of consecutive devices between which no single expert moves, only whole groups.
 
         Machines; or, where groups must stay whole in order, as many as there are groups, at most
-        one a device.
+        one per device.
         """
         if self.groups == 1:
             return 1
@@ -104,7 +100,7 @@ class Shape:
 
 
 def search_map(loads: ArrayLike, shape: Shape) -> ExpertMap:
-    """The map of one layer with the lowest mean over batches of the busiest device's rows.
+    """Search the map of one layer with the lowest mean over pieces of the busiest device's rows.
 
     Args:
         loads: [pieces, experts] assignments of each piece of the traffic.
@@ -135,13 +131,10 @@ def search_map(loads: ArrayLike, shape: Shape) -> ExpertMap:
 
 
 def greedy_map(loads: ArrayLike, num_devices: int) -> ExpertMap:
-    """Heaviest first alone, by the sums over all batches: what swaps start from.
+    """Place heaviest first alone, by the sums over all batches: where swaps start from.
 
     Raises:
         ValueError: if loads is not a table [batches, experts].
-
-    >>> greedy_map([[5, 1, 1, 5]], num_devices=2).slots
-    (0, 1, 2, 3)
     """
     table = load_table(loads)
     sizes = ExpertPlacement.contiguous(table.shape[1], num_devices).sizes
@@ -151,11 +144,7 @@ def greedy_map(loads: ArrayLike, num_devices: int) -> ExpertMap:
 
 
 def fit_pieces(loads: ArrayLike) -> Loads:
-    """[pieces, experts] what a placement is fitted on: at most MAX_PIECES pieces, damped.
-
-    >>> fit_pieces([[8, 0], [0, 8]]).tolist()
-    [[7.0, 1.0], [1.0, 7.0]]
-    """
+    """Merge to at most MAX_PIECES pieces and damp them, [pieces, experts]."""
     table = load_table(loads)
     if len(table) > MAX_PIECES:
         starts = np.arange(MAX_PIECES) * len(table) // MAX_PIECES
@@ -168,7 +157,7 @@ def fit_pieces(loads: ArrayLike) -> Loads:
 
 
 def heaviest_first(weights: Loads, sizes: Sequence[int]) -> Ids:
-    """[items] -> [items] bin: each into the lightest bin with a free place, heaviest first.
+    """Put each item into the lightest bin with a free place, heaviest first, [items] -> [items].
 
     Ties go to the smaller item and the smaller bin.
 
@@ -192,9 +181,6 @@ def improve(items: Loads, bin_of: Ids, cell_of_bin: Ids) -> Ids:
         items: [pieces, items] load of each item.
         bin_of: [items] where each starts.
         cell_of_bin: [bins] items are swapped inside a cell only.
-
-    >>> improve(np.array([[4.0, 4, 0, 0]]), np.array([0, 0, 1, 1]), np.array([0, 0])).tolist()
-    [1, 0, 0, 1]
     """
     bin_of = bin_of.copy()
     bins = len(cell_of_bin)
@@ -222,7 +208,7 @@ def improve(items: Loads, bin_of: Ids, cell_of_bin: Ids) -> Ids:
 def _best_swap(
     items: Loads, bin_of: Ids, sums: Loads, a: int, b: int, below: float
 ) -> tuple[float, int, int] | None:
-    """(objective, item of a, item of b) of the best swap below a bound, None if there is none."""
+    """Find the best swap below a bound: (objective, item of a, item of b), or None."""
     others = np.delete(sums, [a, b], 0)
     rest = others.max(0) if len(others) else np.zeros(sums.shape[1])
     busy = np.maximum(sums[a], sums[b]) > rest  # only where one of the two is the fullest
@@ -242,7 +228,7 @@ def _best_swap(
 
 
 def _experts_by_cell(pieces: Loads, shape: Shape) -> Ids:
-    """[cells, experts a cell] experts of each cell: whole groups, balanced like experts."""
+    """Divide whole groups among cells, balanced like experts, [cells, experts per cell]."""
     if shape.cells == 1:
         return np.arange(shape.num_experts)[None]
     members = np.arange(shape.num_experts).reshape(shape.groups, -1)
@@ -254,7 +240,7 @@ def _experts_by_cell(pieces: Loads, shape: Shape) -> Ids:
 
 
 def _replicated(sums: Loads, experts: Ids, shape: Shape) -> Ids:
-    """[slots] experts of the slots, cell after cell: the heaviest replicated, as EPLB does."""
+    """Replicate the heaviest experts, as EPLB does; [slots] experts, cell after cell."""
     slots = (shape.num_experts + shape.replicas) // shape.cells
     chosen = [here[replicate(sums[here].astype(np.float32), slots)[0]] for here in experts]
     return np.concatenate(chosen)

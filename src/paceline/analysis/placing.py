@@ -1,26 +1,35 @@
-"""Place the experts of a trace: fit on one part of the traffic, judge on another, compare ways.
+"""Placement of a trace's experts: fitted on one part of the traffic, judged on another.
 
-The placement that is handed out is fitted on the whole trace. What it is worth is judged on batches
-that took no part in a fit: the second half of the trace with what the first half gives, and, where
-there is one, a second trace with what all of the first gives. Two halves of one traffic are alike:
-they can't tell what happens when the traffic turns. A second trace can.
+The placement that is returned is fitted on the whole trace. Its worth is judged on batches that
+took no part in a fit: the second half of the trace, with a placement fitted on the first, and,
+where there is one, a second trace, with a placement fitted on all of the first. Two halves of one
+traffic are alike: they can't tell what happens when traffic changes. A second trace can.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
 from paceline.analysis.eplb import eplb_map
 from paceline.analysis.expert_map import ExpertMap, Loads
 from paceline.analysis.placement_search import Shape, greedy_map, search_map
+from paceline.analysis.results import (
+    JudgedPlacements,
+    PlacementFigures,
+    PlacementsElsewhere,
+    PlaceResult,
+)
 from paceline.analysis.traffic import Part, batch_loads, batches_of, count_batches, pieces_of
-from paceline.balance import straggler_loss
+from paceline.analysis.verdict import placement_verdict
+from paceline.balance import Peaks, peaks, straggler_loss
+from paceline.plan import Plan
+from paceline.policy import CapacityPolicy
 from paceline.progress import Progress
+from paceline.settings import read_placement
 from paceline.traces import Trace
 
 Maps = list[ExpertMap]
@@ -32,20 +41,20 @@ AXES = {
     "overall": "sum over batches and layers of the busiest device's rows / sum of the mean rows",
     "gain": "overall of experts in order / overall of the placement",
 }
-"""What is reduced over what, in every result."""
+"""The reduction behind each figure, in every result."""
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a placement is to be.
+class PlacementSpec:
+    """Requirements on the placement of a model.
 
     Attributes:
         devices: that share the experts.
-        replicas: slots a layer beyond one an expert.
+        replicas: slots per layer beyond one per expert.
         groups: expert groups of a group-limited router.
         nodes: machines, each with whole groups; None: groups stay whole in order.
 
-    >>> Wanted(devices=4, groups=2).shape(experts=8).cells
+    >>> PlacementSpec(devices=4, groups=2).shape(experts=8).cells
     2
     """
 
@@ -55,174 +64,225 @@ class Wanted:
     nodes: int | None = None
 
     def shape(self, experts: int, replicas: int | None = None) -> Shape:
-        """For a layer with so many experts."""
+        """Make the requirements on a layer with so many experts.
+
+        Raises:
+            ValueError: if there is no such map.
+        """
         extra = self.replicas if replicas is None else replicas
         return Shape(experts, self.devices, extra, self.groups, self.nodes)
 
 
-@dataclass
-class Balance:
-    """Sums over batches of what a way of placing gives, layer by layer.
+@dataclass(frozen=True)
+class SearchedMaps:
+    """Searched maps, [layers] each.
 
     Attributes:
-        busiest: [layers] rows of the busiest device.
-        means: [layers] mean rows of a device.
-
-    >>> balance = Balance()
-    >>> balance.add(0, np.array([[3.0, 1.0], [1.0, 3.0]]))
-    >>> balance.overall
-    1.5
+        alone: every expert once.
+        replicated: with replicas; empty where the spec has none.
     """
 
-    busiest: list[float] = field(default_factory=list)
-    means: list[float] = field(default_factory=list)
+    alone: Maps
+    replicated: Maps
 
-    def add(self, layer: int, device_loads: Loads) -> None:
-        """Count some batches of a layer, [batches, devices]."""
-        while len(self.busiest) <= layer:
-            self.busiest.append(0.0)
-            self.means.append(0.0)
-        self.busiest[layer] += float(device_loads.max(1).sum())
-        self.means[layer] += float(device_loads.mean(1).sum())
 
-    @property
-    def layers(self) -> list[float]:
-        """[layers] peak-to-mean over batches; 1 where there is no load."""
-        pairs = zip(self.busiest, self.means, strict=True)
-        return [b / m if m > 0 else 1.0 for b, m in pairs]
+def search_maps(
+    trace: Trace, part: Part, spec: PlacementSpec, progress: Progress | None = None
+) -> SearchedMaps:
+    """Search the map of every layer on some batches."""
+    pieces = pieces_of(trace, part, progress)
+    alone = [search_map(loads, spec.shape(loads.shape[1], 0)) for loads in pieces]
+    replicated = pieces if spec.replicas else []
+    return SearchedMaps(
+        alone, [search_map(loads, spec.shape(loads.shape[1])) for loads in replicated]
+    )
 
-    @property
-    def overall(self) -> float:
-        """Peak-to-mean over batches and layers."""
-        return sum(self.busiest) / sum(self.means) if sum(self.means) > 0 else 1.0
+
+def layer_plan(trace: Trace, maps: Sequence[ExpertMap], policies: Sequence[CapacityPolicy]) -> Plan:
+    """Make a plan of maps and policies; what is the same in all layers stands in it once."""
+    replicated = any(own.replicas for own in maps)
+    contiguous = all(own.slots == tuple(range(own.num_experts)) for own in maps)
+    in_order = replicated or contiguous
+    ks = {layer.k for layer in trace.header.layers}
+    experts = {layer.experts for layer in trace.header.layers}
+    return Plan(
+        policies=tuple(policies[:1] if len(set(policies)) == 1 else policies),
+        placements=(maps[0].num_devices,) if in_order else tuple(own.placement for own in maps),
+        layers=len(maps),
+        experts=experts.pop() if len(experts) == 1 else None,
+        k=ks.pop() if len(ks) == 1 else None,
+        slots=tuple(own.slots for own in maps) if replicated else (),
+    )
+
+
+def plan_maps(plan: Plan, trace: Trace) -> list[ExpertMap]:
+    """Return the expert map of every layer of a plan for the model of a trace.
+
+    Raises:
+        ValueError: if the plan doesn't place a layer.
+
+    >>> from paceline.traces import sample
+    >>> plan_maps(Plan(placements=(8,)), sample("gpt_oss_20b_decode"))[0].num_devices
+    8
+    """
+    maps = []
+    for index, layer in enumerate(trace.header.layers):
+        own = read_placement(plan.placement_of(index), layer.experts, layer.name)
+        if own is None:
+            raise ValueError(f"the plan must place the experts of {layer.name}.")
+        maps.append(ExpertMap.of_placement(own))
+    return maps
 
 
 def place(
     trace: Trace,
-    wanted: Wanted,
+    spec: PlacementSpec,
     judge: Trace | None = None,
     batch_tokens: int | None = None,
     progress: Progress | None = None,
-) -> tuple[Maps, dict[str, Any]]:
-    """The map of every layer, and what it and other ways are worth, as JSON-able values.
+) -> tuple[Maps, PlaceResult]:
+    """Search the map of every layer, and judge it beside those of other methods.
 
     Args:
         trace: to fit on.
-        wanted: devices, replicas and groups.
+        spec: devices, replicas and groups.
         judge: another trace of the same model, to judge on as well.
-        batch_tokens: tokens of a batch to judge on; None: the trace's own forwards, else 1024.
-        progress: told layers placed, of how many, and the last one.
+        batch_tokens: tokens per batch to judge on; None: the trace's own forwards, else 1024.
+        progress: called with the layers placed, their number, and the last one.
 
     Raises:
-        ValueError: if the placement can't be, or the two traces aren't of one model.
+        ValueError: if there is no such placement, or the two traces aren't of one model.
 
     >>> from paceline.traces import sample
-    >>> maps, said = place(sample("esft_v2lite_law"), Wanted(devices=8))
-    >>> said["second_half"]["ways"]["search"]["overall"] < 1.2
+    >>> maps, result = place(sample("esft_v2lite_law"), PlacementSpec(devices=8))
+    >>> result.second_half.ways["search"].overall < 1.2
     True
     """
     cut = batches_of(trace, batch_tokens)
     batches = count_batches(cut)
-    for layer in trace.header.layers:
-        wanted.shape(layer.experts)  # say what can't be before any work
+    layers = trace.header.layers
+    for layer in layers:
+        spec.shape(layer.experts)  # fail before any work
     half = batches // 2
     done = 0
-    total = len(trace.header.layers) * (2 if half else 1)
 
-    def fitted(part: Part) -> dict[str, Maps]:
+    def fit(part: Part) -> dict[str, Maps]:
         nonlocal done
         ways: dict[str, Maps] = {}
         for layer, loads in enumerate(pieces_of(cut, part)):
-            for name, found in _ways(loads, wanted).items():
+            for name, found in _methods(loads, spec).items():
                 ways.setdefault(name, []).append(found)
             done += 1
             if progress is not None:
-                progress(done, total, trace.header.layers[layer].name)
-        # what can't be had in one layer can't be compared
+                progress(done, len(layers) * (2 if half else 1), layers[layer].name)
+        # a method that has no map in one layer can't be compared
         return {name: maps for name, maps in ways.items() if len(maps) == len(ways["search"])}
 
-    whole = fitted(Part(0, batches))
-    result: dict[str, Any] = {
-        "schema": SCHEMA,
-        "trace": trace.where,
-        "model": trace.header.model,
-        "notes": list(trace.header.notes),
-        "axes": AXES,
-        "devices": wanted.devices,
-        "replicas": wanted.replicas,
-        "groups": wanted.groups,
-        "nodes": wanted.nodes,
-        "batches": batches,
-        "batch_tokens": batch_tokens,
-        "layers": [layer.name for layer in trace.header.layers],
-        "same_batches": judged(whole, cut, Part(0, batches)),
-        "second_half": None,
-        "other_trace": None,
-    }
-    if half:
-        result["second_half"] = judged(fitted(Part(0, half)), cut, Part(half, batches))
+    whole = fit(Part(0, batches))
+    elsewhere = None
     if judge is not None:
-        check_alike(trace, judge)
+        check_same_model(trace, judge)
         other = batches_of(judge, batch_tokens)
-        part = Part(0, count_batches(other))
-        result["other_trace"] = {"trace": judge.where, **judged(whole, other, part)}
-    result["verdict"] = verdict(result)
-    return whole["search" if not wanted.replicas else "search_replicas"], result
+        found = judge_placements(whole, other, Part(0, count_batches(other)))
+        elsewhere = PlacementsElsewhere(trace=judge.where, batches=found.batches, ways=found.ways)
+    result = PlaceResult(
+        schema=SCHEMA,
+        trace=trace.where,
+        model=trace.header.model,
+        notes=list(trace.header.notes),
+        axes=AXES,
+        devices=spec.devices,
+        replicas=spec.replicas,
+        groups=spec.groups,
+        nodes=spec.nodes,
+        batches=batches,
+        batch_tokens=batch_tokens,
+        layers=[layer.name for layer in layers],
+        same_batches=judge_placements(whole, cut, Part(0, batches)),
+        second_half=judge_placements(fit(Part(0, half)), cut, Part(half, batches))
+        if half
+        else None,
+        other_trace=elsewhere,
+        verdict=[],
+    )
+    result.verdict = placement_verdict(result)
+    return whole["search_replicas" if spec.replicas else "search"], result
 
 
-def _ways(loads: Loads, wanted: Wanted) -> dict[str, ExpertMap]:
-    """The map of a layer by every way that can be had."""
-    experts, devices = loads.shape[1], wanted.devices
+def _methods(loads: Loads, spec: PlacementSpec) -> dict[str, ExpertMap]:
+    """Place the experts of a layer by every method that has a map for it."""
+    experts, devices = loads.shape[1], spec.devices
     ways = {"in_order": ExpertMap.contiguous(experts, devices)}
-    if wanted.groups == 1:
+    if spec.groups == 1:
         ways["heaviest_first"] = greedy_map(loads, devices)
-    for name, replicas in {"": 0, "_replicas": wanted.replicas}.items():
+    for name, replicas in {"": 0, "_replicas": spec.replicas}.items():
         if name and not replicas:
             continue
-        with suppress(ValueError):  # EPLB wants equally many slots on each device
+        with suppress(ValueError):  # EPLB needs equally many slots on each device
             ways[f"eplb{name}"] = eplb_map(
-                loads.sum(0), devices, replicas, wanted.groups, wanted.nodes or 1
+                loads.sum(0), devices, replicas, spec.groups, spec.nodes or 1
             )
-        ways[f"search{name}"] = search_map(loads, wanted.shape(experts, replicas))
+        ways[f"search{name}"] = search_map(loads, spec.shape(experts, replicas))
     return ways
 
 
-def judged(ways: Mapping[str, Sequence[ExpertMap]], trace: Trace, part: Part) -> dict[str, Any]:
-    """What ways of placing give on some batches, as JSON-able values.
+def judge_placements(
+    ways: Mapping[str, Sequence[ExpertMap]], trace: Trace, part: Part
+) -> JudgedPlacements:
+    """Measure the balance that placements give on some batches.
 
     Args:
-        ways: name -> map of each layer; "in_order" is what gains refer to.
+        ways: name -> map of each layer; gains refer to "in_order".
         trace: whose batches.
         part: which of them.
-
-    >>> from paceline.traces import sample
-    >>> maps = [ExpertMap.contiguous(32, 8)] * 6
-    >>> said = judged({"in_order": maps}, sample("gpt_oss_20b_decode"), Part(0, 9))
-    >>> said["ways"]["in_order"]["gain"]
-    1.0
     """
-    balances = {name: Balance() for name in ways}
-    for loads, _ in batch_loads(trace, part):
-        for name, maps in ways.items():
-            for layer, table in enumerate(loads):
-                balances[name].add(layer, maps[layer].device_loads(table))
-    base = balances["in_order"].overall
-    return {
-        "batches": part.end - part.first,
-        "ways": {
-            name: {
-                "device_peak_to_mean": float(np.mean(balance.layers)),
-                "overall": balance.overall,
-                "straggler_loss": straggler_loss(balance.overall),
-                "gain": base / balance.overall,
-                "layers": balance.layers,
-            }
-            for name, balance in balances.items()
+    hosts = {name: [own.hosts for own in maps] for name, maps in ways.items()}
+    found = measure_balance(trace, part, hosts)
+    sums = {name: layers for name, (layers, _) in found.items()}
+    overall = {name: float(layers.over("layer").ratio) for name, layers in sums.items()}
+    return JudgedPlacements(
+        batches=part.end - part.first,
+        ways={
+            name: PlacementFigures(
+                device_peak_to_mean=float(layers.ratio.mean()),
+                overall=overall[name],
+                straggler_loss=straggler_loss(overall[name]),
+                gain=overall["in_order"] / overall[name],
+                layers=layers.ratio.tolist(),
+            )
+            for name, layers in sums.items()
         },
-    }
+    )
 
 
-def check_alike(trace: Trace, judge: Trace) -> None:
+def measure_balance(
+    trace: Trace, part: Part, hosts: Mapping[str, Sequence[Loads]]
+) -> dict[str, tuple[Peaks, list[Loads]]]:
+    """Measure the balance of each layer on some batches, by placement.
+
+    Args:
+        trace: whose batches.
+        part: which of them.
+        hosts: name -> [layers] tables [experts, devices], the share of each expert's rows that a
+            device computes.
+
+    Returns:
+        name -> (peaks of devices with the axis "layer", [layers] rows of each device).
+    """
+    none = np.zeros(len(trace.header.layers))
+    sums = {name: Peaks(("layer",), none, none) for name in hosts}
+    rows = {name: [np.zeros(host.shape[1]) for host in own] for name, own in hosts.items()}
+    for loads, _ in batch_loads(trace, part):
+        for name, own in hosts.items():
+            devices = [table @ host for table, host in zip(loads, own, strict=True)]
+            layers = [peaks(table, ("batch", "device")).over("batch") for table in devices]
+            busiest = np.array([layer.busiest for layer in layers])
+            sums[name] += Peaks(("layer",), busiest, np.array([layer.mean for layer in layers]))
+            rows[name] = [a + b.sum(0) for a, b in zip(rows[name], devices, strict=True)]
+    return {name: (sums[name], rows[name]) for name in hosts}
+
+
+def check_same_model(trace: Trace, judge: Trace) -> None:
     """Refuse traces of different models.
 
     Raises:
@@ -231,56 +291,6 @@ def check_alike(trace: Trace, judge: Trace) -> None:
     ours, theirs = ([layer.experts for layer in t.header.layers] for t in (trace, judge))
     if ours != theirs:
         raise ValueError(
-            f"{judge.where} has {len(theirs)} layers of {sorted(set(theirs))} experts, "
-            f"{trace.where} has {len(ours)} of {sorted(set(ours))}: they are of one model."
+            f"{judge.where} must be of one model with {trace.where}, {len(ours)} layers of "
+            f"{sorted(set(ours))} experts, got {len(theirs)} of {sorted(set(theirs))}"
         )
-
-
-def verdict(result: Mapping[str, Any]) -> list[str]:
-    """What the figures of `place` mean, in sentences.
-
-    >>> ways = {"search": {"overall": 1.0}, "in_order": {"overall": 1.5}}
-    >>> parts = {"same_batches": {"ways": ways}, "second_half": None, "other_trace": None}
-    >>> one = {"replicas": 0, **parts}
-    >>> verdict(one)[0].endswith("one batch can't tell what others would give.")
-    True
-    """
-    chosen = "search_replicas" if result["replicas"] else "search"
-    halves, other = result["second_half"], result["other_trace"]
-    lines = []
-    if halves is None:
-        ways = result["same_batches"]["ways"]
-        before, after = ways["in_order"]["overall"], ways[chosen]["overall"]
-        lines.append(
-            f"On the very batch it was made for, the busiest device gets {after:.2f} x the mean "
-            f"instead of {before:.2f}: one batch can't tell what others would give."
-        )
-    else:
-        ways = halves["ways"]
-        before, after = ways["in_order"]["overall"], ways[chosen]["overall"]
-        lines.append(
-            f"Fitted on the first half and judged on the second: the busiest device gets "
-            f"{after:.2f} x the mean instead of {before:.2f}, {1 - after / before:.0%} fewer rows "
-            "to wait for, without any loss."
-        )
-        if before / after < 1.02:
-            lines.append("That is hardly worth moving weights for.")
-        if result["replicas"]:
-            alone = ways["search"]["overall"]
-            lines.append(
-                f"Without replicas it would be {alone:.2f}"
-                + (": they are not needed." if alone / after < 1.02 else ".")
-            )
-        lines.append(
-            "Two halves of one traffic are alike; what happens when the traffic turns they "
-            "can't tell." + ("" if other else " A second trace can (--judge).")
-        )
-    if other is not None:
-        before, after = (other["ways"][way]["overall"] for way in ("in_order", chosen))
-        lines.append(
-            f"On {other['trace']}: {after:.2f} x the mean instead of {before:.2f}"
-            + (": the placement carries over." if before / after >= 1.1 else "")
-            + (": it carries over little." if 1.02 <= before / after < 1.1 else "")
-            + (": it does not carry over." if before / after < 1.02 else "")
-        )
-    return lines

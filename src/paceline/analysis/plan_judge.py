@@ -1,136 +1,252 @@
-"""What placements and caps are worth on batches that took no part in choosing them."""
+"""Modelled cost of plans on a trace: every batch routed as an engine would, then the cost model.
+
+Placements and caps are judged on batches that took no part in choosing them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
-from paceline.analysis.cap_words import lost
-from paceline.analysis.expert_map import ExpertMap, replica_bytes
-from paceline.analysis.hardware import BYTES
-from paceline.analysis.placement_search import search_map
-from paceline.analysis.placing import Wanted
-from paceline.analysis.plan_cost import Costs, physical, plan_costs
+import numpy as np
+import torch
+
+from paceline.analysis.cost import STAGES, LayerShape, layer_cost
+from paceline.analysis.expert_map import ExpertMap, Loads, maps_in_order, replica_bytes
+from paceline.analysis.hardware import BYTES, Hardware
+from paceline.analysis.placing import SearchedMaps, layer_plan
 from paceline.analysis.plan_goal import Goal
-from paceline.analysis.traffic import Part, count_batches, pieces_of
+from paceline.analysis.results import (
+    ActivePoint,
+    FrontierPoint,
+    JudgedPlan,
+    ReplicaCost,
+    StepCost,
+    Variant,
+    loss,
+)
+from paceline.analysis.traffic import count_batches, with_replicas
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
-from paceline.progress import Progress
+from paceline.progress import Progress, Steps
+from paceline.routing import Assignment
 from paceline.traces import Trace
-from paceline.traces.bearing import keeps_of, pools_of
+from paceline.traces.policy_support import supported_keeps, supported_pools
+from paceline.traces.simulate import simulate
 
 Chosen = Mapping[str, Mapping[float, list[CapacityPolicy]]]
 """Placement ("in_order" or "placed") -> budget of gate mass -> policy of each layer."""
 
-BUDGETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1)
-"""Shares of gate mass at which the frontier is drawn."""
+AnyCost = TypeVar("AnyCost", bound=StepCost)
 
 
-@dataclass(frozen=True)
-class Fitted:
-    """Searched maps, [layers] each.
+@dataclass
+class Costs:
+    """Cost of one plan, layer by layer, as means over batches.
 
     Attributes:
-        alone: every expert once.
-        copied: with replicas, empty where none are wanted.
+        seconds: [layers] of a layer.
+        stages: stage -> [layers] seconds.
+        balanced: [layers] seconds if all devices had the mean's work.
+        bytes: [layers] bytes that all devices send.
+        receive_bytes: [layers] most bytes that a device ever receives in a dispatch.
+        lost: [layers] share of the gate mass dropped; of the assignments, where it is unknown.
+        most_active: experts with a row on the device with the most, mean over batches and layers.
+        dropped_share: over layers and batches.
+        gate_mass_lost: likewise; None: unknown.
     """
 
-    alone: list[ExpertMap]
-    copied: list[ExpertMap]
+    seconds: list[float] = field(default_factory=list)
+    stages: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in STAGES})
+    balanced: list[float] = field(default_factory=list)
+    bytes: list[float] = field(default_factory=list)
+    receive_bytes: list[float] = field(default_factory=list)
+    lost: list[float] = field(default_factory=list)
+    most_active: float = 0.0
+    dropped_share: float = 0.0
+    gate_mass_lost: float | None = None
+
+    def step(self, base: float, kind: type[AnyCost], **more: Any) -> AnyCost:
+        """Sum up a step through all layers.
+
+        Args:
+            base: seconds of a step with nothing done, to which the gain refers.
+            kind: of the result.
+            more: its further fields.
+        """
+        return kind(
+            microseconds=sum(self.seconds) * 1e6,
+            stages={name: sum(each) * 1e6 for name, each in self.stages.items()},
+            bytes_sent=sum(self.bytes),
+            receive_buffer_bytes=max(self.receive_bytes),
+            most_active_experts=self.most_active,
+            dropped_share=self.dropped_share,
+            gate_mass_lost=self.gate_mass_lost,
+            layers=[seconds * 1e6 for seconds in self.seconds],
+            gain=base / sum(self.seconds) - 1,
+            **more,
+        )
 
 
-def fitted(trace: Trace, part: Part, wanted: Wanted, progress: Progress | None = None) -> Fitted:
-    """The searched maps of some batches, to be judged on others.
+@dataclass
+class _Routed:
+    """Routing of one layer under one plan, a row per batch."""
 
-    >>> from paceline.traces import sample
-    >>> found = fitted(sample("gpt_oss_20b_decode"), Part(0, 8), Wanted(devices=8))
-    >>> len(found.alone), found.copied
-    (6, [])
-    """
-    pieces = pieces_of(trace, part, progress)
-    alone = [search_map(loads, wanted.shape(loads.shape[1], 0)) for loads in pieces]
-    copies = pieces if wanted.replicas else []
-    return Fitted(alone, [search_map(loads, wanted.shape(loads.shape[1])) for loads in copies])
+    loads: list[Loads] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    received: list[list[int]] = field(default_factory=list)
 
 
-def judged(
+def plan_costs(
     trace: Trace,
-    found: Fitted,
+    plans: Mapping[str, Plan],
+    shape: LayerShape,
+    hardware: Hardware,
+    progress: Progress | None = None,
+) -> dict[str, Costs]:
+    """Compute the cost of each plan on a trace.
+
+    Args:
+        trace: of choices; a layer computes one of its batches at a time.
+        plans: name -> policies and placements; every plan has a placement.
+        shape: of each layer; its experts are those of the trace.
+        hardware: of each device.
+        progress: called with the layers done, and their number.
+
+    Raises:
+        ValueError: as `paceline.traces.simulate` does.
+    """
+    layers = len(trace.header.layers)
+    placements = {
+        name: [_placement(plan, layer, shape.experts) for layer in range(layers)]
+        for name, plan in plans.items()
+    }
+    device_of = {
+        name: [torch.tensor([*m.placement.expert_to_device, m.num_devices]) for m in maps]
+        for name, maps in placements.items()
+    }
+    seen = {name: [_Routed() for _ in range(layers)] for name in plans}
+
+    def watch(name: str, layer: int, step: int, routed: Assignment) -> None:
+        ids, row = routed.bounded_ids, seen[name][layer]
+        devices = placements[name][layer].num_devices
+        hosts = device_of[name][layer][ids.clamp(max=shape.experts)]
+        row.loads.append(routed.expert_loads_after.numpy().astype(np.float64))
+        row.tokens.append(int(routed.pools.total))
+        row.received.append([int((hosts == d).any(1).sum()) for d in range(devices)])
+
+    simulated = simulate(trace, plans, watch=watch, progress=progress)
+    out = {}
+    for name in plans:
+        costs, result = Costs(), simulated.plans[name]
+        for layer, row in enumerate(seen[name]):
+            cost = layer_cost(
+                np.stack(row.loads),
+                row.tokens,
+                placements[name][layer],
+                shape,
+                hardware,
+                np.array(row.received),
+            )
+            costs.seconds.append(float(cost.total.mean()))
+            costs.balanced.append(float(cost.balanced.mean()))
+            costs.bytes.append(float(cost.bytes.mean()))
+            costs.receive_bytes.append(float(cost.busiest_bytes.max()))
+            costs.lost.append(loss(result.layers[layer]))
+            for stage in STAGES:
+                costs.stages[stage].append(float(cost.seconds[stage].mean()))
+        costs.most_active = result.overall.most_active_experts
+        costs.dropped_share = result.overall.dropped_share
+        costs.gate_mass_lost = result.overall.gate_mass_lost
+        out[name] = costs
+    return out
+
+
+def _placement(plan: Plan, layer: int, experts: int) -> ExpertMap:
+    placement = plan.placement_of(layer)
+    if placement is None:
+        raise ValueError("a plan must have placements to have a cost")
+    if isinstance(placement, int):
+        return ExpertMap.contiguous(experts, placement)
+    return ExpertMap.of_placement(placement)
+
+
+def judge_plans(
+    trace: Trace,
+    found: SearchedMaps,
     chosen: Chosen,
     allowed: Sequence[CapacityPolicy],
     goal: Goal,
     steps: Steps,
-) -> dict[str, Any]:
-    """What every way costs on batches that took no part in choosing it, as JSON-able values.
+) -> JudgedPlan:
+    """Compute the cost of every option on batches that took no part in choosing it.
 
-    `take` adds the ways with caps, once it is known which of the frontier's are taken. "active" is
-    what every max_active among the policies that are `allowed` gives, the same in all layers.
+    `add_caps` adds the ways with caps, once it is known which of the frontier's are taken. "active"
+    has each max_active among the `allowed` policies, the same in all layers.
     """
-    maps = {"in_order": in_order(found.alone), "placed": found.alone}
+    maps = {"in_order": maps_in_order(found.alone), "placed": found.alone}
     plans = {base: layer_plan(trace, own, []) for base, own in maps.items()}
     points = [(base, budget) for base in maps for budget in sorted(chosen[base])]
     plans |= {f"{b} {x}": layer_plan(trace, maps[b], chosen[b][x]) for b, x in points}
-    actives = [p for p in allowed if p.max_active is not None and p.factor is None]
-    narrowed = [(b, policy) for b in maps for policy in actives]
-    plans |= {f"{b} {p.max_active} active": layer_plan(trace, maps[b], [p]) for b, p in narrowed}
-    costs = plan_costs(trace, plans, goal.shape, goal.hardware, steps.of("judged"))
+    actives = [
+        (b, policy, policy.max_active)
+        for b in maps
+        for policy in allowed
+        if policy.max_active is not None and policy.factor is None
+    ]
+    plans |= {f"{b} {most} active": layer_plan(trace, maps[b], [p]) for b, p, most in actives}
+    costs = plan_costs(trace, plans, goal.shape, goal.hardware, steps.next("judged"))
     base = sum(costs["in_order"].seconds)
-    out: dict[str, Any] = {
-        "batches": count_batches(trace),
-        "ways": {
-            "nothing": _said(costs["in_order"], base),
-            "place": _said(costs["placed"], base),
-        },
-        "frontier": [
-            {"placement": b, "budget": x} | _said(costs[f"{b} {x}"], base) for b, x in points
-        ],
-        "active": [
-            {"placement": b, "max_active": p.max_active}
-            | _said(costs[f"{b} {p.max_active} active"], base)
-            for b, p in narrowed
-        ],
-        "perfect_balance_gain": base / sum(costs["in_order"].balanced) - 1,
+    ways: dict[str, StepCost | ReplicaCost] = {
+        "nothing": costs["in_order"].step(base, StepCost),
+        "place": costs["placed"].step(base, StepCost),
     }
-    if goal.wanted.replicas:
-        out["ways"]["replicas"] = _replicated(trace, found.copied, goal, base, steps)
-    return out
+    if goal.spec.replicas:
+        ways["replicas"] = _replica_cost(trace, found.replicated, goal, base, steps)
+    return JudgedPlan(
+        batches=count_batches(trace),
+        ways=ways,
+        frontier=[
+            costs[f"{b} {x}"].step(base, FrontierPoint, placement=b, budget=x) for b, x in points
+        ],
+        active=[
+            costs[f"{b} {most} active"].step(base, ActivePoint, placement=b, max_active=most)
+            for b, _, most in actives
+        ],
+        perfect_balance_gain=base / sum(costs["in_order"].balanced) - 1,
+    )
 
 
-def within(part: Mapping[str, Any], placement: str, most: float) -> float | None:
-    """The largest budget whose caps lose at most so much on what they are judged on.
+def largest_budget(part: JudgedPlan, placement: str, most: float) -> float | None:
+    """Return the largest budget whose caps lose at most `most` on the batches that judge.
 
     Caps that lost little where they were chosen may lose more elsewhere. Where gate mass is unknown
-    the share of the assignments is what they may lose. None: none is within.
-
-    >>> point = {"placement": "placed", "budget": 0.01, "gate_mass_lost": None}
-    >>> point |= {"dropped_share": 0.02}
-    >>> within({"frontier": [point]}, "placed", most=0.01) is None
-    True
+    the limit is on the share of the assignments. None: none is within it.
     """
     budgets = [
-        point["budget"]
-        for point in part["frontier"]
-        if point["placement"] == placement and point["budget"] <= most and lost(point) <= most
+        point.budget
+        for point in part.frontier
+        if point.placement == placement and point.budget <= most and loss(point) <= most
     ]
     return max(budgets, default=None)
 
 
-def take(part: dict[str, Any], budgets: Mapping[str, float | None]) -> None:
-    """Add "cap" and "place and cap" to the ways of a part: the frontier's points that are taken.
+def add_caps(part: JudgedPlan, budgets: Mapping[str, float | None]) -> None:
+    """Add "cap" and "place and cap" to the ways of a part: points of its frontier.
 
     Args:
-        part: from `judged`.
+        part: from `judge_plans`.
         budgets: placement -> budget, None: no cap.
     """
     alone = {"in_order": "nothing", "placed": "place"}
     for name, base in (("cap", "in_order"), ("place and cap", "placed")):
         points = [
-            {key: value for key, value in point.items() if key not in ("placement", "budget")}
-            for point in part["frontier"]
-            if (point["placement"], point["budget"]) == (base, budgets[base])
+            StepCost(**{each.name: getattr(point, each.name) for each in fields(StepCost)})
+            for point in part.frontier
+            if (point.placement, point.budget) == (base, budgets[base])
         ]
-        part["ways"][name] = points[0] if points else part["ways"][alone[base]]
+        part.ways[name] = points[0] if points else part.ways[alone[base]]
 
 
 def variants(
@@ -140,41 +256,41 @@ def variants(
     base: float,
     goal: Goal,
     steps: Steps,
-) -> list[dict[str, Any]]:
-    """What other settings of the chosen caps would give on the same batches.
+) -> list[Variant]:
+    """Compute the cost of the chosen caps with other settings, on the same batches.
 
     Args:
         trace: whose batches.
         maps: of each layer.
         policies: of each layer.
-        base: microseconds of a step with nothing done, to which gains refer.
+        base: seconds of a step with nothing done, to which gains refer.
         goal: shape and hardware.
         steps: progress.
     """
     plans = {
         name: layer_plan(trace, maps, [p.replace(**change) if _varies(p) else p for p in policies])
-        for name, change in _variants(trace, policies).items()
+        for name, change in _changes(trace, policies).items()
     }
     if not plans:
         return []
-    costs = plan_costs(trace, plans, goal.shape, goal.hardware, steps.of("other settings"))
-    return [{"change": name} | _said(costs[name], base / 1e6) for name in plans]
+    costs = plan_costs(trace, plans, goal.shape, goal.hardware, steps.next("other settings"))
+    return [costs[name].step(base, Variant, change=name) for name in plans]
 
 
 def _varies(policy: CapacityPolicy) -> bool:
-    """Whether a policy caps rows alone: max_active bears neither request pools nor every load."""
+    """Return if a policy caps rows alone: max_active needs batch pools and a min_expert_load."""
     return policy.caps and policy.factor is not None and policy.max_active is None
 
 
-def _variants(trace: Trace, policies: Sequence[CapacityPolicy]) -> dict[str, dict[str, Any]]:
-    """What else the caps of a plan could say, as far as the trace tells what that needs."""
+def _changes(trace: Trace, policies: Sequence[CapacityPolicy]) -> dict[str, dict[str, Any]]:
+    """List other settings for which the trace has what they need."""
     caps = [policy for policy in policies if _varies(policy)]
     if not caps:
         return {}
     possible: dict[str, dict[str, Any]] = {
-        f"pool={pool}": {"pool": pool} for pool in pools_of(trace) if pool != "batch"
+        f"pool={pool}": {"pool": pool} for pool in supported_pools(trace) if pool != "batch"
     }
-    keeps = keeps_of(trace)
+    keeps = supported_keeps(trace)
     possible |= {f"keep={k}": {"keep": k} for k in ("weight", "first") if k in keeps}
     possible["min_expert_load=0"] = {"min_expert_load": 0}
     return {
@@ -184,68 +300,14 @@ def _variants(trace: Trace, policies: Sequence[CapacityPolicy]) -> dict[str, dic
     }
 
 
-def _replicated(
-    trace: Trace, copied: Sequence[ExpertMap], goal: Goal, base: float, steps: Steps
-) -> dict[str, Any]:
-    """What replicas give on top of a placement, and the memory they take."""
-    shape = replace(goal.shape, experts=len(copied[0].slots))
-    plan = Plan(placements=(goal.wanted.devices,), layers=len(copied))
+def _replica_cost(
+    trace: Trace, maps: Sequence[ExpertMap], goal: Goal, base: float, steps: Steps
+) -> ReplicaCost:
+    """Compute the cost of a placement with replicas, and the memory they take."""
+    shape = replace(goal.shape, experts=len(maps[0].slots))
+    plans = {"replicas": Plan(placements=(goal.spec.devices,), layers=len(maps))}
     costs = plan_costs(
-        physical(trace, copied), {"replicas": plan}, shape, goal.hardware, steps.of("replicas")
+        with_replicas(trace, maps), plans, shape, goal.hardware, steps.next("replicas")
     )
-    taken = replica_bytes(copied, shape.hidden, shape.expert_size, BYTES[goal.shape.precision])
-    return _said(costs["replicas"], base) | {"replica_gb_a_device": taken / 1e9}
-
-
-def _said(costs: Costs, base: float) -> dict[str, Any]:
-    return costs.as_json() | {"gain": base / sum(costs.seconds) - 1}
-
-
-def layer_plan(trace: Trace, maps: Sequence[ExpertMap], policies: Sequence[CapacityPolicy]) -> Plan:
-    """Maps and policies as a plan; what is the same in all layers is said once.
-
-    >>> from paceline.traces import sample
-    >>> layer_plan(sample("gpt_oss_20b_decode"), [ExpertMap.contiguous(32, 8)] * 6, []).placements
-    (8,)
-    """
-    replicated = any(own.replicas for own in maps)
-    contiguous = all(own.slots == tuple(range(own.num_experts)) for own in maps)
-    in_order = replicated or contiguous
-    ks = {layer.k for layer in trace.header.layers}
-    experts = {layer.experts for layer in trace.header.layers}
-    return Plan(
-        policies=tuple(policies[:1] if len(set(policies)) == 1 else policies),
-        placements=(maps[0].num_devices,) if in_order else tuple(own.placement for own in maps),
-        layers=len(maps),
-        experts=experts.pop() if len(experts) == 1 else None,
-        k=ks.pop() if len(ks) == 1 else None,
-        slots=tuple(own.slots for own in maps) if replicated else (),
-    )
-
-
-def in_order(maps: Sequence[ExpertMap]) -> list[ExpertMap]:
-    """As many experts on as many devices, nobody having placed them.
-
-    >>> in_order([ExpertMap((1, 0), 2, 2)])[0].slots
-    (0, 1)
-    """
-    return [ExpertMap.contiguous(own.num_experts, own.num_devices) for own in maps]
-
-
-class Steps:
-    """Progress over several pieces of work."""
-
-    def __init__(self, tell: Progress | None, total: int) -> None:
-        self._tell, self._total, self._done = tell, total, 0
-
-    def of(self, what: str) -> Progress | None:
-        """A function for one piece of work, the next one."""
-        if self._tell is None:
-            return None
-        start, tell, total = self._done, self._tell, self._total
-        self._done += 1
-
-        def part(done: int, of: int, name: str) -> None:
-            tell(start * 100 + 100 * done // max(1, of), total * 100, f"{what}: {name}")
-
-        return part
+    taken = replica_bytes(maps, shape.hidden, shape.expert_size, BYTES[goal.shape.precision])
+    return costs["replicas"].step(base, ReplicaCost, replica_gb_a_device=taken / 1e9)

@@ -1,20 +1,20 @@
-"""A trace as load tables: small pieces to fit a placement on, whole batches to judge it on.
+"""A trace's batches: small pieces to fit a placement on, whole batches to judge it on.
 
-A piece is a part of a batch, of at most 64 tokens where the trace says what each token chose; else
-a whole batch. Memory is bounded: pieces are merged with their neighbours as they get many, and
-batches are handed on; the few that are picked to be routed again and again are kept.
+A piece is a part of a batch, of at most 64 tokens where the trace holds each token's choice; else a
+whole batch. Memory is bounded: many pieces are merged with their neighbours, and batches are
+streamed; only the few that are routed again and again are kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 import torch
 
-from paceline.analysis.expert_map import Loads
+from paceline.analysis.expert_map import ExpertMap, Loads
 from paceline.analysis.placement_search import MAX_PIECES, PIECE_TOKENS
 from paceline.progress import Progress
 from paceline.traces import Trace
@@ -23,19 +23,19 @@ from paceline.traces.tables import load_tables
 from paceline.traces.trace import Chunks
 
 BATCH_TOKENS = 1024
-"""Tokens of a batch to judge on, where the trace's own batches were no forwards."""
+"""Tokens per batch to judge on, where the trace's own batches were no forwards."""
+
+MAX_BATCHES = 32
+"""Batches that are routed again and again at most, evenly spaced where there are more."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some consecutive batches of a trace.
+    """Consecutive batches of a trace.
 
     Attributes:
         first: number of the first one.
         end: number after the last one.
-
-    >>> Part(first=0, end=4)
-    Part(first=0, end=4)
     """
 
     first: int
@@ -43,7 +43,7 @@ class Part:
 
 
 def batches_of(trace: Trace, batch_tokens: int | None) -> Trace:
-    """The trace in the batches to judge on: its own forwards, or so many tokens each.
+    """Cut a trace into the batches to judge on: its own forwards, or so many tokens each.
 
     Raises:
         ValueError: if counts of whole batches are to be cut.
@@ -58,23 +58,14 @@ def batches_of(trace: Trace, batch_tokens: int | None) -> Trace:
 
 
 def count_batches(trace: Trace) -> int:
-    """Batches of a trace.
-
-    >>> from paceline.traces import sample
-    >>> count_batches(sample("gpt_oss_20b_decode"))
-    64
-    """
+    """Count the batches of a trace."""
     return sum(chunk.batches for chunk in trace.chunks)
 
 
 def pieces_of(trace: Trace, part: Part, progress: Progress | None = None) -> list[Loads]:
-    """[layers] tables [pieces, experts] of some batches, to fit placements on.
+    """Cut some batches into pieces to fit placements on: [layers] tables [pieces, experts].
 
-    Progress is told of chunks gone through, of about how many.
-
-    >>> from paceline.traces import sample
-    >>> pieces_of(sample("gpt_oss_20b_decode"), Part(0, 8))[0].shape
-    (8, 32)
+    Progress is called with the chunks read, of about how many.
     """
     kept: list[Loads] = []
     merged = 1  # pieces summed up in each table that is kept
@@ -102,13 +93,7 @@ def pieces_of(trace: Trace, part: Part, progress: Progress | None = None) -> lis
 
 
 def batch_loads(trace: Trace, part: Part) -> Iterator[tuple[list[Loads], Loads]]:
-    """Tables of some batches at a time: ([layers] of [batches, experts], [batches] tokens).
-
-    >>> from paceline.traces import sample
-    >>> loads, tokens = next(batch_loads(sample("gpt_oss_20b_decode"), Part(0, 3)))
-    >>> loads[0].shape, tokens.tolist()
-    ((3, 32), [64.0, 64.0, 64.0])
-    """
+    """Yield some batches at a time: ([layers] tables [batches, experts], [batches] tokens)."""
     start = 0
     k = np.array([layer.k or 1 for layer in trace.header.layers])
     for table in load_tables(trace):
@@ -128,7 +113,7 @@ def batch_loads(trace: Trace, part: Part) -> Iterator[tuple[list[Loads], Loads]]
 
 
 def spread_over(part: Part, at_most: int) -> list[int]:
-    """Numbers of at most so many batches of a part, evenly spaced.
+    """Choose the numbers of at most so many batches of a part, evenly spaced.
 
     >>> spread_over(Part(10, 20), at_most=3)
     [10, 13, 16]
@@ -139,17 +124,12 @@ def spread_over(part: Part, at_most: int) -> list[int]:
 
 
 def picked(trace: Trace, numbers: list[int]) -> Trace:
-    """Only some batches of a trace of choices, by ascending number; they are kept in memory.
-
-    >>> from paceline.traces import sample
-    >>> count_batches(picked(sample("gpt_oss_20b_decode"), [0, 5, 63]))
-    3
-    """
+    """Pick some batches of a trace of choices, by ascending number; they are kept in memory."""
     return Trace(trace.header, tuple(_picked(trace.chunks, numbers)), trace.where)
 
 
 def _counts(trace: Trace) -> Iterator[Loads]:
-    """Tables [batches, layers, experts] of a chunk's batches; shares as they are."""
+    """Yield tables [batches, layers, experts] of a chunk's batches; shares as they are."""
     for table in load_tables(trace):
         yield table.counts.astype(np.float64)
 
@@ -174,7 +154,7 @@ class _Cut:
 
 
 def _picked(chunks: Chunks, numbers: list[int]) -> Iterator[Chunk]:
-    """Chunks with some batches each."""
+    """Yield chunks with some batches each."""
     start = 0
     for chunk in chunks:
         mine = [n - start for n in numbers if start <= n < start + chunk.batches]
@@ -187,9 +167,68 @@ def _picked(chunks: Chunks, numbers: list[int]) -> Iterator[Chunk]:
 
 
 def _cut(chunk: Chunk, first: int, end: int) -> Chunk:
-    """Batches first to end of a chunk, in pieces."""
+    """Cut batches first to end of a chunk into pieces."""
     part = chunk.part(first, end)
     if part.ids is None:
         return part
     pieces = [s for a, b in pairwise(part.starts.tolist()) for s in range(a, b, PIECE_TOKENS)]
     return replace(part, starts=torch.tensor([*pieces, part.tokens]))
+
+
+def with_replicas(trace: Trace, maps: Sequence[ExpertMap]) -> Trace:
+    """View a trace as an engine with replicas does: slots as experts, replicas taken in turn.
+
+    Args:
+        trace: of choices.
+        maps: of each layer, with equally many slots.
+    """
+    layers = tuple(
+        layer.model_copy(update={"experts": len(own.slots)})
+        for layer, own in zip(trace.header.layers, maps, strict=True)
+    )
+    # scores of experts that were not chosen have no slot
+    content = "choices" if trace.header.content == "scores" else trace.header.content
+    header = trace.header.model_copy(update={"layers": layers, "content": content})
+    return Trace(header, _Replicated(trace.chunks, maps), trace.where)
+
+
+class _Replicated:
+    """Chunks whose ids are slots."""
+
+    def __init__(self, chunks: Chunks, maps: Sequence[ExpertMap]) -> None:
+        self._chunks = chunks
+        most = max(max(own.copies) for own in maps)
+        self._slots = torch.stack([_slot_table(own, most) for own in maps])
+        self._copies = torch.stack([torch.tensor([*own.copies, 1]) for own in maps])
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for chunk in self._chunks:
+            assert chunk.ids is not None
+            experts = self._copies.shape[1] - 1
+            ids = chunk.ids.long()
+            inside = (ids >= 0) & (ids < experts)
+            safe = torch.where(inside, ids, experts)
+            token = torch.arange(ids.shape[1])[:, None]
+            slots = torch.stack(
+                [
+                    table[own, token % copies[own]]
+                    for table, copies, own in zip(self._slots, self._copies, safe, strict=True)
+                ]
+            )
+            topk = chunk.topk_scores
+            if topk is None and chunk.scores is not None:
+                topk = chunk.scores.gather(2, safe.clamp(max=experts - 1))
+            yield replace(chunk, ids=slots, scores=None, topk_scores=topk)
+
+
+def _slot_table(own: ExpertMap, most: int) -> torch.Tensor:
+    """List the slots of each expert, [experts + 1, copies]; the sentinel has none."""
+    table = torch.full((own.num_experts + 1, most), len(own.slots), dtype=torch.int64)
+    taken = [0] * own.num_experts
+    for slot, expert in enumerate(own.slots):
+        table[expert, taken[expert]] = slot
+        taken[expert] += 1
+    return table

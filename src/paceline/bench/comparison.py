@@ -53,7 +53,7 @@ def _compared(
 ) -> CapacityPolicy:
     """Check that a benchmark can time a policy, and fill in what it leaves open."""
     if policy.compensate:
-        raise ValueError(f"policy {text!r}: compensate is not timed here: leave it out.")
+        raise ValueError(f"policy {text!r}: compensate must be off: stand-ins are not timed.")
     if policy.keep == "contribution":
         raise ValueError(f"policy {text!r}: keep=contribution needs a calibration, none is here.")
     if not policy.caps or policy.mode != "enforce":
@@ -125,8 +125,8 @@ def _check_layer(values: Sequence[Any], layer: int) -> None:
         raise ValueError(f"layer must be below {len(values)}: the plan has {len(values)} layers.")
 
 
-def _read(given: Any, experts: int, ranks: int | None, layer: int) -> ExpertPlacement:
-    placement = read_placement(given, experts, str(layer)) or ExpertPlacement.per_expert(experts)
+def _read(place: Any, experts: int, ranks: int | None, layer: int) -> ExpertPlacement:
+    placement = read_placement(place, experts, str(layer)) or ExpertPlacement.per_expert(experts)
     if ranks not in (None, placement.num_devices):
         raise ValueError(
             f"the plan must have as many devices as ranks, {ranks}, got {placement.num_devices}."

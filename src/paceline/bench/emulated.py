@@ -11,13 +11,21 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import TypedDict
 
-from paceline.bench.timing import turns
+from paceline.bench.captured import capture
+from paceline.bench.timing import Spread, keep_freed_memory, ratios, turns
 from paceline.placement import ExpertPlacement
+from paceline.policy import CapacityPolicy
+from paceline.routing import route
+from paceline.stand_ins.calibration_file import Calibration
+from paceline.stand_ins.compensation import Compensation
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(hidden [rows, hidden], ids [rows, 1], weights [rows, 1]) -> [rows, hidden]."""
@@ -59,16 +67,13 @@ class DeviceWork:
 def split_by_device(
     hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, placement: ExpertPlacement
 ) -> list[DeviceWork]:
-    """Split the assignments of a layer among its devices; ids outside [0, E) are left out.
+    """Divide the assignments of a layer among its devices; ids outside [0, E) are left out.
 
     Args:
         hidden: [tokens, hidden].
         topk_ids: [tokens, slots] integer; dropped or unused slots hold E.
         topk_weights: [tokens, slots].
-        placement: expert -> device.
-
-    Returns:
-        [devices], those without experts or rows included.
+        placement: of the experts; devices without experts or rows are in the result too.
     """
     experts = placement.num_experts
     device_of_expert = torch.tensor([*placement.expert_to_device, -1], device=topk_ids.device)
@@ -116,9 +121,6 @@ def time_in_turn(
         rounds: each runs every policy.
         repeats: runs of a device in a round, the fastest of which counts.
         spread: policy -> further work, divided equally among the devices.
-
-    Returns:
-        policy -> [rounds].
     """
     further = spread or {}
 
@@ -165,13 +167,10 @@ def play(
 
     Args:
         experts: of the layer.
-        hidden: [..., hidden].
+        hidden: [..., hidden], as the result.
         ids: [tokens, slots] integer; ids outside [0, E) are left out.
         weights: [tokens, slots].
-        placement: expert -> device.
-
-    Returns:
-        [..., hidden], and the time and the rows of each device.
+        placement: of the experts.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
     out = torch.zeros_like(flat)
@@ -182,3 +181,109 @@ def play(
         seconds.append(spent)
         rows.append(device.rows)
     return out.view(hidden.shape), Played(seconds, rows)
+
+
+# -- policies on a model's layers ------------------------------------------------------------------
+
+
+class ExpertTime(TypedDict):
+    """Expert time of the slowest emulated device under one policy, summed over layers and batches.
+
+    Attributes:
+        seconds: of every round, [rounds].
+        speedup: no cap / policy, within each round.
+        busiest_device_rows: rows of the busiest device, summed.
+        bound: the speed-up that the loads allow: busiest_device_rows without a cap / with it.
+    """
+
+    seconds: list[float]
+    speedup: Spread
+    busiest_device_rows: int
+    bound: float
+
+
+def time_policies(
+    model: Any,
+    batches: Sequence[Tensor],
+    policies: Mapping[str, tuple[CapacityPolicy, Sequence[ExpertPlacement]]],
+    calibration: Calibration,
+    rounds: int,
+    repeats: int = 1,
+    step: Callable[[], None] = lambda: None,
+) -> dict[str, ExpertTime]:
+    """Time the experts of every layer of a model under several policies, on one thread.
+
+    Every layer gets the rows that the uncapped model gives it, so all policies compute the same
+    kind of rows and only their number differs. Stand-ins are computed where tokens live, by every
+    device its share of them.
+
+    Args:
+        model: a Mixture-of-Experts model in evaluation mode.
+        batches: [rows, length] int64 token ids each.
+        policies: name -> policy and placement of each layer; the first is no cap.
+        calibration: of the model, for policies that compensate or keep by contribution.
+        rounds: each runs every policy.
+        repeats: runs of a device in a round, the fastest of which counts.
+        step: called after every batch.
+    """
+    keep_freed_memory()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    seconds = {name: [0.0] * rounds for name in policies}
+    rows = dict.fromkeys(policies, 0)
+    try:
+        for ids in batches:
+            _time_batch(model, ids, policies, calibration, repeats, seconds, rows)
+            step()
+    finally:
+        torch.set_num_threads(threads)
+    base = next(iter(policies))
+    return {
+        name: ExpertTime(
+            seconds=seconds[name],
+            speedup=ratios(seconds[base], seconds[name]),
+            busiest_device_rows=rows[name],
+            bound=rows[base] / rows[name],
+        )
+        for name in policies
+    }
+
+
+def _time_batch(
+    model: Any,
+    ids: Tensor,
+    policies: Mapping[str, tuple[CapacityPolicy, Sequence[ExpertPlacement]]],
+    calibration: Calibration,
+    repeats: int,
+    seconds: dict[str, list[float]],
+    rows: dict[str, int],
+) -> None:
+    """Add the seconds of every round and the rows of one batch."""
+    (_, placements), *_ = policies.values()
+    rounds = len(next(iter(seconds.values())))
+    layers = capture(model, ids, placements[0].num_devices)
+    for index, (layer, fitted) in enumerate(zip(layers, calibration.layers, strict=True)):
+        stand_ins = Compensation(fitted, None, layer.hidden[:0])
+        work, shared = {}, {}
+        for name, (policy, placements) in policies.items():
+            inputs = layer.inputs
+            if policy.keep == "contribution":
+                norms = stand_ins.norms(layer.hidden, policy.compensate)
+                inputs = replace(inputs, expert_norms=norms)
+            chosen = route(inputs, policy, placements[index])
+            work[name] = split_by_device(
+                layer.hidden, chosen.topk_ids, chosen.topk_weights, placements[index]
+            )
+            rows[name] += max(part.rows for part in work[name])
+            if policy.compensate:
+                shared[name] = partial(
+                    stand_ins,
+                    torch.zeros_like(layer.hidden),
+                    layer.hidden,
+                    layer.inputs.topk_ids,
+                    layer.inputs.topk_weights,
+                    chosen.dropped_slots,
+                )
+        timed = time_in_turn(layer.experts, work, rounds, repeats, shared)
+        for name, found in timed.items():
+            seconds[name] = [a + b for a, b in zip(seconds[name], found, strict=True)]

@@ -1,4 +1,4 @@
-"""Time a whole model under several policies: time to first token, and tokens a second.
+"""Time a whole model under several policies: time to first token, and tokens per second.
 
 On ranks each process serves prompts of its own and hosts a part of the experts. Run directly, the
 devices are emulated: every layer's experts run one device after the other, and the time of all but
@@ -99,13 +99,7 @@ def serve_on_ranks(
 ) -> dict[str, ModelTimings]:
     """Time a model whose experts are spread over ranks (`place_experts`, or DistributedConfig).
 
-    Args:
-        model: this rank's part.
-        prompt: [batch, length] token ids of this rank.
-        policies: label -> policy; None is no cap.
-        new_tokens: of each prompt.
-        rounds: each runs every policy once.
-        progress: called after each policy of each round.
+    `model` is this rank's part, `prompt` [batch, length] token ids of its own.
     """
     results = {name: ModelTimings() for name in policies}
     with attach(model) as pace:
@@ -176,15 +170,7 @@ def serve_emulated(
 
     The time of everything but experts is divided by D, as if the devices shared it. Times are of
     the one thread's processor, which other programs of the machine hardly change.
-
-    Args:
-        model: the whole of it.
-        prompt: [batch, length] token ids.
-        policies: label -> policy, or one per layer; None is no cap.
-        placements: expert -> device, of each layer.
-        new_tokens: of each prompt.
-        rounds: each runs every policy once.
-        progress: called after each policy of each round.
+    `prompt` are [batch, length] token ids, `placements` one per layer.
     """
     devices = max(placement.num_devices for placement in placements)
     results = {name: ModelTimings() for name in policies}
@@ -224,16 +210,12 @@ def _emulated(wall: float, forwards: Sequence[Played], devices: int) -> float:
     return (wall - spent) / devices + sum(max(forward.seconds) for forward in forwards)
 
 
-def summary(
+def compare_models(
     results: Mapping[str, ModelTimings], tokens: int, new_tokens: int, sequences: int
 ) -> list[ModelRow]:
     """Compare every policy with the first one, which has no cap.
 
-    Args:
-        results: label -> timings.
-        tokens: of all prompts.
-        new_tokens: per sequence.
-        sequences: of all ranks.
+    `tokens` are those of all prompts; `sequences` those of all ranks, `new_tokens` of each.
     """
     base = next(iter(results.values()))
     share = spread(base.expert_time)["median"] / spread(base.first)["median"]

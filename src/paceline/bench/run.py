@@ -13,11 +13,20 @@ import torch
 from pydantic import BaseModel
 
 from paceline.batches import check_length
-from paceline.bench import layer_timing, model_timing
 from paceline.bench.comparison import parse_policies, placement_of, placements_of, policy_of
 from paceline.bench.emulated import CLOCK
-from paceline.bench.layer_timing import LayerRow
-from paceline.bench.model_timing import ModelRow
+from paceline.bench.layer_timing import (
+    LayerRow,
+    compare_layers,
+    emulate_layer,
+    time_layer_on_ranks,
+)
+from paceline.bench.model_timing import (
+    ModelRow,
+    compare_models,
+    serve_emulated,
+    serve_on_ranks,
+)
 from paceline.bench.timing import prepare_machine
 from paceline.bench.workload import (
     Shape,
@@ -83,7 +92,7 @@ def _start() -> tuple[int, int, dict[str, Any]]:
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     machine = prepare_machine(local, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     if under_torchrun():
-        from paceline.engines.transformers.expert_parallel import join
+        from paceline.engines.transformers.expert_parallel.collectives import join
 
         join()
     return rank, ranks, machine
@@ -125,7 +134,7 @@ def bench_layer(
         ValueError: if these don't fit together.
     """
     if (model is None) == (shape is None) or (model is not None and text_ids is None):
-        raise ValueError("either shape, or model with text_ids, must be given.")
+        raise ValueError("one of shape, or model with text_ids, must not be None.")
     check_count("tokens", tokens)
     check_count("rounds", rounds)
     check_count("layer", layer, 0)
@@ -156,13 +165,11 @@ def bench_layer(
         experts = build_experts(shape, placement.sizes[rank] if real else shape.experts, seed=rank)
     load = loads[0]
     if real:
-        from paceline.bench.layer_on_ranks import time_layer
-
-        measured = time_layer(
+        measured = time_layer_on_ranks(
             load, experts, placement, chosen, rounds, shares_batch=shares_batch, progress=progress
         )
     else:
-        measured = layer_timing.emulate_layer(loads, experts, placement, chosen, rounds, progress)
+        measured = emulate_layer(loads, experts, placement, chosen, rounds, progress)
     sends = "over gloo or nccl" if real else "nothing, so network time is not in these figures"
     return Results(
         kind="paceline bench layer",
@@ -187,12 +194,12 @@ def bench_layer(
             "shape": asdict(load.shape),
         },
         plan_policies=list(map(str, plan.policies)),
-        policies=layer_timing.summary(measured),
+        policies=compare_layers(measured),
     )
 
 
 def _split(load: Workload, parts: int) -> list[Workload]:
-    """Split a layer's tokens among devices in order, with their routing."""
+    """Divide a layer's tokens among devices in order, with their routing."""
     inputs = load.gate(load.hidden)
     router = load.gate
     bounds = [len(load.hidden) * i // parts for i in range(parts + 1)]
@@ -253,17 +260,15 @@ def bench_model(
     prompt = prompt_ids(rank)
     check_length(model, prompt.shape[1] + new_tokens - 1)
     if real:
-        from paceline.engines.transformers.expert_parallel import place_experts
+        from paceline.engines.transformers.expert_parallel.implementation import place_experts
 
         place_experts(model, placements)
-        served = model_timing.serve_on_ranks(model, prompt, chosen, new_tokens, rounds, progress)
+        served = serve_on_ranks(model, prompt, chosen, new_tokens, rounds, progress)
         sequences = prompt.shape[0] * ranks
     else:
-        served = model_timing.serve_emulated(
-            model, prompt, chosen, placements, new_tokens, rounds, progress
-        )
+        served = serve_emulated(model, prompt, chosen, placements, new_tokens, rounds, progress)
         sequences = prompt.shape[0]
-    rows = model_timing.summary(served, sequences * prompt.shape[1], new_tokens, sequences)
+    rows = compare_models(served, sequences * prompt.shape[1], new_tokens, sequences)
     return Results(
         kind="paceline bench model",
         version=1,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.bench.layer_timing import LayerRow
@@ -51,12 +51,52 @@ def show(results: Results) -> None:
         console.print("Emulated: one process played all devices, and nothing was sent.")
 
 
-def _print(console: Any, headers: list[str], lines: list[list[str]], title: str = "") -> None:
+_QUIET = 0.03  # relative difference of two runs of one case on a quiet machine
+
+
+def show_fit(result: Mapping[str, Any]) -> None:
+    """Print the results of `bench hardware`."""
+    from rich.console import Console
+
+    console, hardware = Console(highlight=False), result["hardware"]
+    console.print(
+        f"{hardware['flops'] / 1e9:.0f} GFLOP/s in large products, "
+        f"{hardware['memory'] / 1e9:.1f} GB/s of weights, {hardware['per_expert'] * 1e6:.0f} us "
+        "per expert."
+    )
+    _print(console, ["rows per expert", "measured ms", "model's error"], [
+        [f"{case['hidden']} x {case['expert_size']}",
+         f"{sum(case['rows']) / len(case['rows']):.1f}",
+         f"{case['seconds'] * 1e3:.2f}", f"{case['error']:+.0%}"] for case in result["held_out"]
+    ], title="Layers that took no part in the fit", first="hidden x size")  # fmt: skip
+    console.print(
+        f"{result['held_out_within_15_percent']} of {len(result['held_out'])} of them within 15%, "
+        f"the worst off by {result['held_out_worst']:.0%}; of {result['decode_cases']} decode "
+        f"cases (few rows per expert, weights dominate) {result['decode_within_15_percent']}."
+    )
+    if result["each_size_left_out"]:
+        console.print(
+            "Of the others, each size left out of the fit in turn: "
+            f"{result['each_size_left_out_within_15_percent']} of {result['each_size_left_out']} "
+            f"within 15%, the worst off by {result['each_size_left_out_worst']:.0%}."
+        )
+    console.print(f"The fastest two runs of a case differ by {result['unrest']:.0%}.")
+    if result["unrest"] > _QUIET:
+        console.print("The machine was not quiet: the fit can't be better than its timings.")
+
+
+def _print(
+    console: Any,
+    headers: list[str],
+    lines: list[list[str]],
+    title: str = "",
+    first: str = "policy",
+) -> None:
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE, title=title or None, title_justify="left")
-    table.add_column("policy")
+    table.add_column(first)
     for header in headers:
         table.add_column(header, justify="right")
     for line in lines:

@@ -39,11 +39,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def ratios(base: Sequence[float], other: Sequence[float]) -> Spread:
-    """Return the spread of base / other, round by round: above 1, other is faster.
-
-    Args:
-        base: seconds, [rounds].
-        other: seconds, [rounds].
+    """Return the spread of base / other, seconds of [rounds]: above 1, other is faster.
 
     Raises:
         ValueError: if the rounds don't pair up, or a time is not positive.
@@ -97,12 +93,7 @@ def turns(names: Iterable[str], rounds: int, warm_up: int = 1) -> Iterator[tuple
 
 
 def prepare_machine(local_rank: int = 0, local_ranks: int = 1, threads: int = 1) -> dict[str, Any]:
-    """Pin this process to cores of its own, fix its threads, and let it keep freed memory.
-
-    Args:
-        local_rank: of this process on its machine.
-        local_ranks: processes on this machine.
-        threads: of this process.
+    """Set this process up for timings: cores of its own, fixed threads, freed memory kept.
 
     Returns:
         The changes made, for the report.

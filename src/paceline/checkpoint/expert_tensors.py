@@ -1,9 +1,9 @@
-"""Which tensors of a checkpoint change when the experts of a layer change places.
+"""The tensors of a checkpoint that change when the experts of a layer change places.
 
 Found from names and shapes alone, since a checkpoint may be larger than memory. Experts are below
 a component `experts`, numbered (`experts.7.down_proj.weight`) or stacked (first dimension E), or
-are 3-dimensional tensors beside a router; the router is a component `gate` or `router`. Whatever
-has to do with experts and fits none of these is refused, never left as it was.
+are 3-dimensional tensors beside a router; the router is a component `gate` or `router`. A tensor
+that concerns experts and fits none of these is refused, never left as it was.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SHARED = re.compile(r"shared?_|_shared")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole component
 
 Kind = Literal["rename", "rows", "columns", "blocks", "values"]
-"""How a tensor follows the experts: by its name's number; the first E rows (dimension 0) or columns
+"""How a tensor changes: the number in its name; the first E rows (dimension 0) or columns
 (dimension 1) change places; E equal blocks of rows do; or it holds expert ids itself."""
 
 
@@ -33,7 +33,7 @@ class ExpertLayer:
     Attributes:
         name: module that holds experts and router, as the checkpoint names it.
         num_experts: experts of the layer.
-        tensors: every tensor that follows the experts, and how.
+        tensors: every tensor that changes with the experts, and how.
 
     >>> ExpertLayer("layers.0.mlp", 2, {"layers.0.mlp.gate.weight": "rows"}).num_experts
     2
@@ -45,7 +45,7 @@ class ExpertLayer:
 
 
 def renamed(name: str, place_of: Mapping[int, int]) -> str:
-    """The name of a numbered expert's tensor once expert e is number `place_of[e]`.
+    """Return the name of a numbered expert's tensor once expert e is number `place_of[e]`.
 
     >>> renamed("layers.0.mlp.experts.1.up_proj.weight", {0: 1, 1: 0})
     'layers.0.mlp.experts.0.up_proj.weight'
@@ -57,15 +57,15 @@ def renamed(name: str, place_of: Mapping[int, int]) -> str:
 
 
 def find_expert_layers(shapes: Shapes, hidden_layers: int | None = None) -> list[ExpertLayer]:
-    """The layers with experts, in order.
+    """Find the layers with experts, in order.
 
     Args:
         shapes: of every tensor of the checkpoint, by name.
-        hidden_layers: layers of the model; those after them (for multi-token prediction) belong to
-            none of its placements and are left out. None: unknown.
+        hidden_layers: layers of the model; layers after them (for multi-token prediction) are in no
+            placement and are left out. None: unknown.
 
     Raises:
-        ValueError: if there is none, or one whose tensors can't all be told apart.
+        ValueError: if there is none, or the form of a tensor is unknown.
 
     >>> experts = {f"layers.0.mlp.experts.{e}.w.weight": (4, 4) for e in range(2)}
     >>> find_expert_layers(experts | {"layers.0.mlp.gate.weight": (2, 4)})[0].name
@@ -78,14 +78,14 @@ def find_expert_layers(shapes: Shapes, hidden_layers: int | None = None) -> list
     stacks = sorted({_NUMBER.split(block, maxsplit=1)[0] for block in inside})
     if len(stacks) > 1:
         raise ValueError(
-            f"the checkpoint has experts under {' and '.join(stacks)}: which of them a plan means "
+            f"the checkpoint has experts under {' and '.join(stacks)}: which of them a plan is for "
             "is unknown."
         )
     return [_layer(block, shapes, [b for b in blocks if b != block]) for block in inside]
 
 
 def _blocks(shapes: Shapes) -> set[str]:
-    """Modules with experts and a router."""
+    """Find the modules with experts and a router."""
     scored: dict[str, set[int]] = {}  # module with a router -> rows of the router's tensors
     for name, shape in shapes.items():
         parts = _parts(name)
@@ -123,7 +123,7 @@ def _layer(block: str, shapes: Shapes, others: list[str]) -> ExpertLayer:
         kind: Kind | None = None
         if name in stacked:
             kind = _stacked_kind(name, shape, count)
-        elif name in router or (name not in numbered and _speaks_of_experts(name, block)):
+        elif name in router or (name not in numbered and _concerns_experts(name, block)):
             kind = _router_kind(name, shape, count, rows)
         if kind is not None:
             tensors[name] = kind
@@ -131,7 +131,7 @@ def _layer(block: str, shapes: Shapes, others: list[str]) -> ExpertLayer:
 
 
 def _near(block: str, shapes: Shapes, others: list[str]) -> dict[str, tuple[int, ...]]:
-    """The tensors of the decoder layer that a block is in, without other blocks and shared ones."""
+    """Return the tensors of a block's decoder layer, without other blocks and shared experts."""
     layer = _decoder_layer(block)
     return {
         name: shape
@@ -142,8 +142,8 @@ def _near(block: str, shapes: Shapes, others: list[str]) -> dict[str, tuple[int,
     }
 
 
-def _speaks_of_experts(name: str, block: str) -> bool:
-    """Whether a tensor outside the router is named like one of its own, as mlp.expert_bias is."""
+def _concerns_experts(name: str, block: str) -> bool:
+    """Check if a tensor outside the router is named like one of its own, as mlp.expert_bias is."""
     layer = _decoder_layer(block)
     return _OF_EXPERTS.search(name[len(layer) :]) is not None
 
@@ -154,7 +154,7 @@ def _count(
     stacked: Shapes,
     router: Shapes,
 ) -> int:
-    """Experts of a block: their numbers, or the first dimension of stacked ones."""
+    """Count the experts of a block: their numbers, or the first dimension of stacked ones."""
     by_tensor: dict[str, set[int]] = {}
     for match in numbered:
         by_tensor.setdefault(match["before"] + match["after"], set()).add(int(match["number"]))
@@ -175,7 +175,7 @@ def _count(
 
 
 def _router_rows(block: str, router: Shapes, count: int) -> int:
-    """Rows of the router's scores: the experts, or more where it also scores what is none."""
+    """Count the rows of the router's scores: the experts, or more where it also scores others."""
     # a matrix with the experts in its columns is in a form that isn't known
     rows = {s[0] for s in router.values() if len(s) == 2 and (s[0] == count or s[1] != count)}
     more = [r for r in rows if count < r <= 2 * count]
@@ -212,7 +212,7 @@ def _router_kind(name: str, shape: tuple[int, ...], count: int, rows: int) -> Ki
 
 
 def _decoder_layer(block: str) -> str:
-    """The name up to its last number: the decoder layer."""
+    """Return the name up to its last number: the decoder layer."""
     numbers = list(_NUMBER.finditer(block))
     return block[: numbers[-1].end()] if numbers else block
 
@@ -222,7 +222,7 @@ def _is_below(name: str, module: str) -> bool:
 
 
 def _first(name: str, block: str) -> str:
-    """The component of a name right below a module."""
+    """Return the component of a name right below a module."""
     return _parts(name[len(block) + 1 :] if block else name)[0]
 
 
@@ -231,7 +231,7 @@ def _parts(name: str) -> list[str]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sort key with numbers as numbers."""
+    """Make a sort key with numbers as numbers."""
     return [(int(p), "") if p.isdigit() else (-1, p) for p in re.split(r"(\d+)", name)]
 
 

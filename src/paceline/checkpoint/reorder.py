@@ -1,9 +1,8 @@
 """Write a checkpoint again with its experts in another order, one shard in memory at a time.
 
-Engines place experts in order: the first E / P on the first device, and so on. So a planned
-placement is had in every engine, without its knowing, by giving expert `slots[i]` the number i:
-its tensors, its row of the router and its entry in every bias move together, and the model computes
-what it did.
+Engines place experts in order: the first E / P on the first device, and so on. So every engine
+follows a planned placement once expert `slots[i]` has the number i: its tensors, its row of the
+router and its entry in every bias move together, and the model computes the same.
 """
 
 from __future__ import annotations
@@ -28,22 +27,20 @@ from paceline.plan import Plan
 from paceline.progress import Progress
 
 ORDER_FILE = "expert_order.json"
-"""In a reordered checkpoint: the former expert of every place."""
-
-
+"""File of a reordered checkpoint with the former expert of every place."""
 _EXPERT_NUMBER = re.compile(r"experts\.(expert_)?\d")
 
 
-def wanted_maps(checkpoint: Checkpoint, plan: Plan) -> list[ExpertMap]:
-    """The map of every layer with experts, from a plan's placements.
+def planned_maps(checkpoint: Checkpoint, plan: Plan) -> list[ExpertMap]:
+    """Return the map of every layer with experts, from a plan's placements.
 
     Raises:
         ValueError: if the plan has no placement, is for another model, or one of its placements
-            can't be had by ordering experts.
+            can't be reached by reordering experts.
 
     >>> from paceline.checkpoint.folder import open_checkpoint
     >>> from paceline.shipped import MODEL_FOLDER
-    >>> len(wanted_maps(open_checkpoint(MODEL_FOLDER), Plan(placements=(8,))))
+    >>> len(planned_maps(open_checkpoint(MODEL_FOLDER), Plan(placements=(8,))))
     4
     """
     layers = checkpoint.layers()
@@ -65,9 +62,9 @@ def wanted_maps(checkpoint: Checkpoint, plan: Plan) -> list[ExpertMap]:
 
 
 def reordered_plan(plan: Plan, maps: Sequence[ExpertMap]) -> Plan:
-    """The plan for the reordered checkpoint: experts lie on the devices in order.
+    """Return the plan for the reordered checkpoint, whose experts lie on the devices in order.
 
-    A calibration is of the original's experts, and left out.
+    A calibration is of the original's experts, and is left out.
 
     >>> reordered_plan(Plan(placements=(2,)), [ExpertMap((1, 0), 2, 2)]).placements
     (2,)
@@ -88,15 +85,15 @@ def reorder(
     """Write the checkpoint with expert `maps[layer].slots[i]` in place i of each layer.
 
     Files beside the weights are copied; subfolders are not. The folder gets its name when it is
-    complete; where anything fails nothing is left behind.
+    complete; if anything fails nothing is left behind.
 
     Args:
         checkpoint: to read.
         maps: of every layer with experts, in order, or one for all.
         out: folder to be made.
-        progress: told shards done, shards in all and the last one.
-        plan: that the maps are of; what becomes of it for the new order is written beside.
-        check: called with the complete folder before it gets its name; what it raises is raised.
+        progress: called with shards done, shards in all and the last one.
+        plan: of the maps; its form for the new order is written beside the weights.
+        check: called with the complete folder before it gets its name; may raise.
 
     Raises:
         ValueError: if the maps don't fit the checkpoint, or it can't be reordered.
@@ -147,7 +144,7 @@ def reorder(
 
 
 def _orders(checkpoint: Checkpoint, maps: Sequence[ExpertMap]) -> dict[str, tuple[Tensor, Kind]]:
-    """Tensor name -> (old expert of every place, how it follows), where the order changes."""
+    """Return tensor name -> (old expert of every place, kind), where the order changes."""
     _check_config(checkpoint)
     layers, groups = checkpoint.layers(), checkpoint.config.expert_groups
     if len(maps) not in (1, len(layers)):
@@ -157,35 +154,35 @@ def _orders(checkpoint: Checkpoint, maps: Sequence[ExpertMap]) -> dict[str, tupl
         )
     out: dict[str, tuple[Tensor, Kind]] = {}
     for index, layer in enumerate(layers):
-        wanted = maps[index if len(maps) > 1 else 0]
-        _check_map(layer, wanted, groups)
-        if wanted.slots == tuple(range(layer.num_experts)):
+        planned = maps[index if len(maps) > 1 else 0]
+        _check_map(layer, planned, groups)
+        if planned.slots == tuple(range(layer.num_experts)):
             continue
-        order = torch.tensor(wanted.slots)
+        order = torch.tensor(planned.slots)
         out |= {name: (order, kind) for name, kind in layer.tensors.items()}
     return out
 
 
-def _check_map(layer: ExpertLayer, wanted: ExpertMap, groups: int) -> None:
-    if wanted.replicas:
+def _check_map(layer: ExpertLayer, planned: ExpertMap, groups: int) -> None:
+    if planned.replicas:
         raise ValueError(
-            f"the plan has {wanted.replicas} replicas: a checkpoint holds each expert once, so "
+            f"the plan has {planned.replicas} replicas: a checkpoint holds each expert once, so "
             "that replicas are for the engine to make."
         )
-    if wanted.num_experts != layer.num_experts:
+    if planned.num_experts != layer.num_experts:
         raise ValueError(
-            f"the plan places {wanted.num_experts} experts in {layer.name}, which has "
+            f"the plan places {planned.num_experts} experts in {layer.name}, which has "
             f"{layer.num_experts}."
         )
     size = layer.num_experts // groups
-    slots = wanted.slots
+    slots = planned.slots
     if any(
         len({expert // size for expert in slots[g * size : (g + 1) * size]}) > 1
         for g in range(groups)
     ):
         raise ValueError(
             f"the plan mixes experts of the {groups} groups in which the router of {layer.name} "
-            f"chooses: allowed are orders that keep them whole (place --groups {groups})."
+            f"chooses: an order must keep them whole (plan --groups {groups})."
         )
 
 
@@ -203,7 +200,7 @@ def _check_config(checkpoint: Checkpoint) -> None:
 
 
 def _moved(tensor: Tensor, change: tuple[Tensor, Kind] | None) -> Tensor:
-    """A tensor once its experts have changed places; what it says of others stays."""
+    """Move a tensor's experts to their new places; the rest of it stays."""
     if change is None or change[1] == "rename":
         return tensor
     order, kind = change
@@ -221,19 +218,19 @@ def _moved(tensor: Tensor, change: tuple[Tensor, Kind] | None) -> Tensor:
 
 
 def _mapped_ids(ids: Tensor, place_of: Tensor) -> Tensor:
-    """Expert ids as they are called now; ids of what is no expert stay."""
+    """Renumber expert ids; ids that are no expert stay."""
     inside = (ids >= 0) & (ids < len(place_of))
     safe = torch.where(inside, ids, torch.zeros_like(ids)).long()
     return torch.where(inside, place_of[safe].to(ids.dtype), ids)
 
 
 def _inverse(order: Tensor) -> Tensor:
-    """[experts] new place of every old expert."""
+    """Return the new place of every old expert, [experts]."""
     return order.argsort()
 
 
 def _copy_beside(checkpoint: Checkpoint, made: Path, new_name: Mapping[str, str]) -> None:
-    """Everything beside the weights, and the index with the new names."""
+    """Copy everything beside the weights, and the index with the new names."""
     for file in sorted(checkpoint.folder.iterdir()):
         if file.name in checkpoint.shards or not file.is_file():
             continue
@@ -253,7 +250,7 @@ def _copy_beside(checkpoint: Checkpoint, made: Path, new_name: Mapping[str, str]
 
 
 def _write_order(checkpoint: Checkpoint, maps: Sequence[ExpertMap], made: Path) -> None:
-    """For tools that count experts: which expert of the original each place holds."""
+    """Write which expert of the original each place holds, for tools that count experts."""
     layers = [layer.name for layer in checkpoint.layers()]
     orders = [list(maps[i if len(maps) > 1 else 0].slots) for i in range(len(layers))]
     content = {"version": 1, "original_expert_of_place": dict(zip(layers, orders, strict=True))}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from itertools import count
@@ -17,12 +17,9 @@ from paceline.cli.output import (
     check_at_least,
     check_writable,
     command_line,
-    console,
     emit,
     guarded,
-    print_lines,
     progress,
-    table,
 )
 from paceline.cli.sources import DEVICES, load, plan_files, plan_from_options, quiet, read_texts
 
@@ -38,7 +35,6 @@ bench = typer.Typer(
 
 _LAYER_POLICIES = ["capacity_factor=2.0", "capacity_factor=1.5", "capacity_factor=1.0"]
 _MODEL_POLICIES = ["capacity_factor=1.5", "capacity_factor=1.0"]
-_QUIET = 0.03  # relative difference of two runs of one case on a quiet machine
 Rounds = Annotated[int, typer.Option(min=1, help="Rounds; each runs every case once.")]
 Out = Annotated[Path | None, typer.Option(help="File (JSON) to write.")]
 
@@ -195,15 +191,12 @@ def bench_model_verb(
 def _model_and_text(
     model: str, text: list[str] | None, tokens: int, length: int = 256
 ) -> tuple[Any, Any]:
-    """A model, and [sequences, length] token ids of a text, repeated where it is too short."""
-    import torch
+    """Load a model and [sequences, length] token ids of texts."""
+    from paceline.bench.workload import token_rows
 
     loaded, tokenizer = load(model)
     texts = read_texts(text or [], model)
-    ids = [i for content in texts.values() for i in tokenizer(content)["input_ids"]]
-    wanted = -(-tokens // length) * length
-    ids = (ids * (-(-wanted // max(1, len(ids)))))[:wanted]
-    return loaded, torch.tensor(ids).view(-1, length)
+    return loaded, token_rows(tokenizer, texts.values(), tokens, length)
 
 
 def _most_devices(plan: Any) -> int:
@@ -262,46 +255,10 @@ def bench_hardware_verb(
     check_writable(out)
 
     from paceline.bench.hardware import fit_this_machine
+    from paceline.bench.show import show_fit
 
     with progress() as tell:
         result = fit_this_machine(out, None if link is None else link * 1e9, rounds, threads, tell)
-    emit(result, json, lambda found: _show_fit(found, out))
-
-
-def _show_fit(result: Mapping[str, Any], out: Path | None) -> None:
-    hardware = result["hardware"]
-    print_lines([
-        f"{hardware['flops'] / 1e9:.0f} GFLOP/s in large products, "
-        f"{hardware['memory'] / 1e9:.1f} GB/s of weights, {hardware['per_expert'] * 1e6:.0f} us "
-        "per expert."
-    ])  # fmt: skip
-    shown = table(
-        "Layers that took no part in the fit",
-        "hidden x size", "rows per expert", "measured ms", "model's error",
-    )  # fmt: skip
-    for case in result["held_out"]:
-        shown.add_row(
-            f"{case['hidden']} x {case['expert_size']}",
-            f"{sum(case['rows']) / len(case['rows']):.1f}",
-            f"{case['seconds'] * 1e3:.2f}",
-            f"{case['error']:+.0%}",
-        )
-    console().print(shown)
-    lines = [
-        f"{result['held_out_within_15_percent']} of {len(result['held_out'])} of them within 15%, "
-        f"the worst off by {result['held_out_worst']:.0%}; of {result['decode_cases']} decode "
-        "cases (few rows per expert, weights dominate) "
-        f"{result['decode_within_15_percent']}."
-    ]
-    if result["each_size_left_out"]:
-        lines.append(
-            "Of the others, each size left out of the fit in turn: "
-            f"{result['each_size_left_out_within_15_percent']} of {result['each_size_left_out']} "
-            f"within 15%, the worst off by {result['each_size_left_out_worst']:.0%}."
-        )
-    lines.append(f"The fastest two runs of a case differ by {result['unrest']:.0%}.")
-    if result["unrest"] > _QUIET:
-        lines.append("The machine was not quiet: the fit can't be better than its timings.")
-    if out is None:
-        lines.append("Not written: --out FILE writes it.")
-    print_lines(lines, [out])
+    emit(result, json, show_fit)
+    if out is not None and not json:
+        typer.echo(f"Written: {out}")

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.cli import options
-from paceline.cli.output import command_line, console, emit, guarded, print_lines, progress, table
+from paceline.cli.output import (
+    command_line,
+    console,
+    emit,
+    guarded,
+    print_lines,
+    print_table,
+    progress,
+)
 from paceline.cli.sources import quiet
+
+if TYPE_CHECKING:
+    from paceline.demo.run import DemoResult
 
 
 @guarded
@@ -35,39 +45,39 @@ def demo(
       paceline demo --out /tmp/demo
       paceline demo --quick
     """
-    from paceline.demo.plan import Plan
-    from paceline.demo.run import run_demo
+    from paceline.demo.page import write_demo
+    from paceline.demo.settings import DemoSettings
 
     quiet()
     with progress() as tell:
-        results = run_demo(
+        result = write_demo(
             out,
-            plan=Plan.quick() if quick else Plan.full(),
+            settings=DemoSettings.quick() if quick else DemoSettings.full(),
             progress=tell,
             command=command_line(),
         )
-    emit(results, json, lambda found: _show(found, out))
+    emit(result, json, lambda found: _show(found, out))
 
 
-def _show(results: Mapping[str, Any], out: Path) -> None:
-    from paceline.demo.plan import KINDS
+def _show(result: DemoResult, out: Path) -> None:
+    from paceline.demo.settings import KINDS
     from paceline.text import percent, signed_percent, times
 
-    console().print(results["findings"]["headline"], style="bold")
-    print_lines(f"- {line}" for line in results["findings"]["lines"])
+    console().print(result.findings.headline, style="bold")
+    print_lines(f"- {line}" for line in result.findings.lines)
     for kind, words in KINDS.items():
-        shown = table(
+        print_table(
             f"{words.capitalize()} (speed-up: emulated)",
-            "policy", "perplexity", "dropped", "busiest", "speed-up",
-        )  # fmt: skip
-        for row in results["policies"]:
-            part = row[kind]
-            shown.add_row(
-                row["label"],
-                signed_percent(part["perplexity_change"]["mean"]),
-                percent(part["dropped_share"]),
-                times(part["device_peak_to_mean"]),
-                times(part["emulated"]["speedup"]["median"]),
-            )
-        console().print(shown)
+            ("policy", "perplexity", "dropped", "busiest", "speed-up"),
+            [
+                (
+                    row.label,
+                    signed_percent(part.perplexity_change.mean),
+                    percent(part.dropped_share),
+                    times(part.device_peak_to_mean),
+                    times(part.emulated["speedup"]["median"]),
+                )
+                for row, part in ((each, each.part(kind)) for each in result.policies)
+            ],
+        )
     typer.echo(f"Page: {out / 'index.html'}")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,7 +51,9 @@ def record(
     questions = None if prompts is None else read_prompts(prompts)
     texts = None if questions is not None else read_texts(text or [], model)
 
-    from paceline.batches import Sampling, make_batches
+    import torch
+
+    from paceline.batches import Sampling, make_batches, padding_token, prompt_batches, run_batch
     from paceline.engines.transformers import attach
     from paceline.traces.record import Recorder
 
@@ -60,18 +61,27 @@ def record(
     if texts is not None:
         sampling = Sampling(tokens, batch_size, sequence_length, mix)
         batches, _ = make_batches(tokenizer, texts, sampling)
-        work = [batch.ids for batch in batches]
     else:
-        work = list(_padded(tokenizer, questions or [], batch_size))
+        batches = prompt_batches(tokenizer, questions or [], batch_size)
     with (
         attach(network) as pace,
         Recorder(pace, out, content.value, model=model) as recorder,
         progress() as tell,
+        torch.no_grad(),
     ):
-        for done, batch in enumerate(work, start=1):
-            _run(network, batch, None if texts is not None else max_new_tokens)
+        for done, batch in enumerate(batches, start=1):
+            if texts is not None:
+                run_batch(network, batch)
+            else:
+                network.generate(
+                    batch.ids.to(network.device),
+                    attention_mask=batch.given["attention_mask"].to(network.device),
+                    pad_token_id=padding_token(tokenizer),
+                    max_new_tokens=max_new_tokens,
+                    do_sample=False,
+                )
             recorder.next_requests()
-            tell(done, len(work), f"{recorder.forwards} forwards")
+            tell(done, len(batches), f"{recorder.forwards} forwards")
     result = {
         "trace": str(out),
         "model": model,
@@ -86,41 +96,3 @@ def _show(result: Mapping[str, Any]) -> None:
     typer.echo(
         f"{result['forwards']} forwards of {result['layers']} layers are in {result['trace']}."
     )
-
-
-def _padded(tokenizer: Any, prompts: Sequence[str], batch_size: int) -> Iterator[Any]:
-    """Yield batches of prompts, padded on the left."""
-    import torch
-
-    rows = [tokenizer(prompt, verbose=False)["input_ids"] for prompt in prompts]
-    if not all(rows):
-        raise ValueError("a prompt gives no tokens.")
-    pad = tokenizer.pad_token_id or tokenizer.eos_token_id or 0
-    for start in range(0, len(rows), batch_size):
-        some = rows[start : start + batch_size]
-        longest = max(map(len, some))
-        ids = [[pad] * (longest - len(row)) + row for row in some]
-        mask = [[0] * (longest - len(row)) + [1] * len(row) for row in some]
-        yield {
-            "input_ids": torch.tensor(ids),
-            "attention_mask": torch.tensor(mask),
-            "pad_token_id": pad,
-        }
-
-
-def _run(model: Any, batch: Any, max_new_tokens: int | None) -> None:
-    """Run a batch of ids, or answer a batch of prompts."""
-    import torch
-
-    with torch.no_grad():
-        if max_new_tokens is None:
-            # loads need no logits: where the model can leave them out, that saves a large buffer
-            spare = "logits_to_keep" in inspect.signature(model.forward).parameters
-            few = {"logits_to_keep": 1} if spare else {}
-            model(input_ids=batch.to(model.device), use_cache=False, **few)
-            return
-        tensors = {
-            name: value.to(model.device) if hasattr(value, "to") else value
-            for name, value in batch.items()
-        }
-        model.generate(**tensors, max_new_tokens=max_new_tokens, do_sample=False)

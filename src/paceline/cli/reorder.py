@@ -41,15 +41,14 @@ def reorder(
       paceline plan trace --place-only --devices 8 --out plan.toml
       paceline reorder ./my-moe --plan plan.toml --out ./my-moe-placed
     """
-    from paceline.checkpoint.compare import TOLERANCE, output_difference
-    from paceline.checkpoint.folder import open_checkpoint
+    from paceline.checkpoint.folder import TOLERANCE, open_checkpoint, output_difference
+    from paceline.checkpoint.reorder import planned_maps
     from paceline.checkpoint.reorder import reorder as write
-    from paceline.checkpoint.reorder import wanted_maps
     from paceline.plan import Plan
 
     wanted = Plan.load(plan)
     checkpoint = open_checkpoint(folder_of(model))
-    maps = wanted_maps(checkpoint, wanted)
+    maps = planned_maps(checkpoint, wanted)
     size = sum((checkpoint.folder / shard).stat().st_size for shard in checkpoint.shards)
     compared: list[float] = []
 

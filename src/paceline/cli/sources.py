@@ -197,10 +197,10 @@ def read_trace(
     Raises:
         ValueError: if there is no such trace, or its file needs one of the options.
     """
-    from paceline.traces import Asked, open_trace
+    from paceline.traces import ImportOptions, open_trace
 
-    asked = Asked(experts, k, layers, world_size, physical)
-    return open_trace(name, asked if model_config is None else asked.with_config(model_config))
+    options = ImportOptions(experts, k, layers, world_size, physical)
+    return open_trace(name, options if model_config is None else options.with_config(model_config))
 
 
 # -- plans -----------------------------------------------------------------------------------------

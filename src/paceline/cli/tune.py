@@ -14,19 +14,18 @@ from paceline.cli import options
 from paceline.cli.output import (
     check_at_least,
     check_folder,
-    console,
     emit,
     guarded,
     print_lines,
+    print_table,
     progress,
-    table,
 )
 from paceline.cli.sources import load, plan_from_options, read_texts, with_devices
 
 if TYPE_CHECKING:
     from paceline.plan import Plan
     from paceline.policy import CapacityPolicy
-    from paceline.stand_ins.file import Calibration
+    from paceline.stand_ins.calibration_file import Calibration
 
 PLAN = "plan.toml"
 """In the folder that is written: placements, policies by layer and the calibration's folder."""
@@ -166,9 +165,8 @@ def _fit(
     network: Any, tokenizer: Any, texts: dict[str, str], sampling: Any,
     caps: list[CapacityPolicy], rank: int, devices: int | None, memory: int, out: Path,
 ) -> Calibration:  # fmt: skip
-    from paceline.calibration.collect import calibrate
-    from paceline.calibration.drops import CAPS
-    from paceline.calibration.unfinished import FOLDER
+    from paceline.calibration.collect import FOLDER, calibrate
+    from paceline.calibration.rows import CAPS
 
     with progress() as tell:
         return calibrate(
@@ -190,10 +188,10 @@ def _placed(found: Calibration, trace: str | None, devices: int | None) -> Plan:
     plan = found.plan(".")
     if trace is None or devices is None:
         return with_devices(plan)
-    from paceline.analysis.placing import Wanted, place
+    from paceline.analysis.placing import PlacementSpec, place
     from paceline.traces import open_trace
 
-    maps, _ = place(open_trace(trace), Wanted(devices))
+    maps, _ = place(open_trace(trace), PlacementSpec(devices))
     experts = [len(layer.experts) for layer in found.layers]
     if [layer.num_experts for layer in maps] != experts:
         raise ValueError(
@@ -204,7 +202,7 @@ def _placed(found: Calibration, trace: str | None, devices: int | None) -> Plan:
 
 
 def _remove_unfinished(out: Path) -> None:
-    from paceline.calibration.unfinished import FOLDER, remove
+    from paceline.calibration.collect import FOLDER, remove
 
     remove(out / FOLDER)
 
@@ -267,7 +265,7 @@ def _base(texts: list[str], bound: float | None) -> CapacityPolicy:
     Raises:
         ValueError: if there are several policies, no factor, or two.
     """
-    from paceline.evaluation.sensitivity import bound_of
+    from paceline.evaluation.layer_factors import bound_of
     from paceline.policy import CapacityPolicy
 
     if len(texts) > 1:
@@ -284,7 +282,7 @@ def _base(texts: list[str], bound: float | None) -> CapacityPolicy:
 
 
 def _loaded(folder: Path | None) -> Calibration | None:
-    from paceline.stand_ins.file import Calibration
+    from paceline.stand_ins.calibration_file import Calibration
 
     return None if folder is None else Calibration.load(folder)
 
@@ -294,7 +292,7 @@ def _choose(
     places: Plan, fitted: Calibration | None, folder: Path | None, out: Path,
 ) -> dict[str, Any]:  # fmt: skip
     """Choose a factor per layer, write the plan, and return what was measured."""
-    from paceline.evaluation.sensitivity import measure_layers
+    from paceline.evaluation.layer_factors import measure_layers
 
     with progress() as tell:
         found = measure_layers(
@@ -314,22 +312,23 @@ def _choose(
     )
     out.mkdir(mode=0o700, parents=True, exist_ok=True)
     plan.save(out / PLAN)
-    return found.to_dict(base) | {"plan": str(out / PLAN)}
+    return found.result(base).to_dict() | {"plan": str(out / PLAN)}
 
 
 def _show_factors(result: Mapping[str, Any]) -> None:
-    shown = table(
+    print_table(
         "Layers capped alone: divergence from the model without a cap, in millinats per token",
-        "layer", "at the bound", "its factor", "at its factor",
-    )  # fmt: skip
-    for layer in result["layers"]:
-        shown.add_row(
-            layer["name"],
-            f"{1e3 * layer['at_bound']:.2f}",
-            f"{layer['factor']:.2f}",
-            f"{1e3 * layer['at_factor']:.2f}",
-        )
-    console().print(shown)
+        ("layer", "at the bound", "its factor", "at its factor"),
+        [
+            (
+                layer["name"],
+                f"{1e3 * layer['at_bound']:.2f}",
+                f"{layer['factor']:.2f}",
+                f"{1e3 * layer['at_factor']:.2f}",
+            )
+            for layer in result["layers"]
+        ],
+    )
     alike, own = (
         sum(layer[name] for layer in result["layers"]) for name in ("at_bound", "at_factor")
     )

@@ -1,4 +1,4 @@
-"""The embedded model and the held-out texts."""
+"""The embedded model, its held-out texts, and figures measured on it before."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 from paceline.shipped import CALIBRATION_FOLDER, DECODE_FILE, MODEL_FOLDER, SWEEP_FILE, TEXT_FOLDER
 
 if TYPE_CHECKING:
-    from paceline.stand_ins.file import Calibration
+    from paceline.batches import Sequences
+    from paceline.evaluation.results import Sweep
+    from paceline.stand_ins.calibration_file import Calibration
 
 
 def domains() -> list[str]:
-    """Names of the held-out texts, sorted.
+    """Return the names of the held-out texts, sorted.
 
     Raises:
         FileNotFoundError: if this installation carries no texts.
@@ -24,23 +26,36 @@ def domains() -> list[str]:
 
 
 def read_text(domain: str) -> str:
-    """The held-out text of a domain."""
+    """Read the held-out text of a domain."""
     return (TEXT_FOLDER / f"{domain}.txt").read_text(encoding="utf-8")
 
 
-def shipped_sweep() -> dict[str, Any] | None:
-    """What caps of every size cost the embedded model, measured before; None where it is missing.
+def held_out(
+    tokenizer: Any, length: int, limit: int, max_domains: int | None = None
+) -> list[Sequences]:
+    """Cut each held-out text into at most `limit` sequences of `length` tokens."""
+    from paceline.batches import cut
+
+    ids = {
+        domain: tokenizer(read_text(domain), add_special_tokens=False, verbose=False)["input_ids"]
+        for domain in domains()[:max_domains]
+    }
+    return [cut(domain, tokens, length, limit) for domain, tokens in ids.items()]
+
+
+def shipped_sweep() -> Sweep | None:
+    """Read the cost of caps of every size on the embedded model; None where it is missing.
 
     Made by `python benchmarks/quality.py sweep`: stand-ins are calibrated on the first half of each
     text, figures are of the second.
     """
-    from paceline.evaluation.sweep_file import read_sweep
+    from paceline.evaluation.results import read_sweep
 
     return read_sweep(SWEEP_FILE) if SWEEP_FILE.is_file() else None
 
 
 def shipped_decode() -> dict[str, Any] | None:
-    """What reading fewer experts costs the embedded model in decode; None where it is missing.
+    """Read the cost of reading fewer experts in decode; None where it is missing.
 
     Made by `benchmarks/active_experts.py --ship`.
     """
@@ -51,7 +66,7 @@ def shipped_decode() -> dict[str, Any] | None:
 
 
 def load_model() -> tuple[Any, Any]:
-    """The embedded model in float32 on the CPU, in evaluation mode, and its tokenizer.
+    """Load the embedded model in float32 on the CPU, in evaluation mode, and its tokenizer.
 
     Raises:
         FileNotFoundError: if this installation carries no model.
@@ -69,11 +84,11 @@ def load_model() -> tuple[Any, Any]:
 
 
 def load_calibration() -> Calibration:
-    """The calibration of the embedded model, fitted on text that it was trained on.
+    """Load the calibration of the embedded model, fitted on text that it was trained on.
 
     Raises:
         CalibrationError: if this installation carries none.
     """
-    from paceline.stand_ins.file import Calibration
+    from paceline.stand_ins.calibration_file import Calibration
 
     return Calibration.load(CALIBRATION_FOLDER)

@@ -1,4 +1,4 @@
-"""The page of `paceline demo`: index.html beside results.json."""
+"""`paceline demo` and its page: figures, and findings in sentences computed from the results."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.analysis.verdict import ceiling, waiting
+from paceline.bench.emulated import ExpertTime
 from paceline.demo.assets import shipped_decode, shipped_sweep
-from paceline.demo.plan import HEADLINE, KINDS
-from paceline.files import to_json, write_text
-from paceline.reporting import figures
+from paceline.demo.run import DemoResult, Findings, LayerTable, PolicyPart, PolicyRow, run_demo
+from paceline.demo.settings import HEADLINE, KINDS, DemoSettings
+from paceline.evaluation.results import PerplexityChange
+from paceline.files import write_text
+from paceline.progress import Progress
+from paceline.reporting.figures import Figure, device_bars, peak_bars, relative
 from paceline.reporting.load_map import load_map
 from paceline.reporting.pages import render
 from paceline.reporting.quality_figures import (
@@ -21,30 +26,53 @@ from paceline.reporting.quality_figures import (
     sweep_values,
 )
 from paceline.reporting.style import load_colours
+from paceline.text import percent, signed_percent, times
+
+_SMALL_GAIN = 1.02  # a median speed-up below this is noise
+_SMALL_CHANGE = 0.0005
 
 
-def write_demo(results: Mapping[str, Any], folder: Path) -> None:
-    """Write both files; the texts are public and only counts are shown, so both are readable.
+def write_demo(
+    out: str | Path = "paceline-demo",
+    *,
+    settings: DemoSettings | None = None,
+    progress: Progress | None = None,
+    command: str = "paceline demo",
+) -> DemoResult:
+    """Run the demo and write `index.html` and `results.json`; the texts are public, so both are.
+
+    Args:
+        out: folder, created if need be.
+        settings: size of the run; None is the full one.
+        progress: called after every batch.
+        command: of the user, for the page's footer.
 
     Raises:
-        OSError: if the folder can't be written.
+        FileNotFoundError: if the model or the texts are missing from the installation.
+        OSError: if `out` can't be written.
     """
-    write_text(folder / "results.json", to_json(results), private=False)
-    write_text(folder / "index.html", demo_page(results), private=False)
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)  # fail before the work, not after it
+    result = run_demo(settings, progress, command)
+    result.findings = findings(result)
+    write_text(folder / "results.json", result.to_json(), private=False)
+    write_text(folder / "index.html", demo_page(result), private=False)
+    return result
 
 
-def demo_page(results: Mapping[str, Any]) -> str:
-    """The HTML page of a demo run."""
-    swept, decoded = shipped_sweep(), shipped_decode()
+def demo_page(result: DemoResult) -> str:
+    """Render the HTML page of a demo run."""
+    sweep, decoded = shipped_sweep(), shipped_decode()
+    swept = sweep and sweep.to_dict()
     shipped = {"sweep": sweep_figure(swept)} if swept else {}
     shipped |= {"decode": decode_figure(decoded)} if decoded else {}
     return render(
         "demo.html.j2",
-        {**demo_figures(results), **shipped},
+        {**demo_figures(result), **shipped},
         title="Paceline demo: stragglers in a Mixture-of-Experts model",
-        results=results,
+        results=result.to_dict(),
         kinds={kind: words.capitalize() for kind, words in KINDS.items()},
-        chosen=_chosen(results),
+        chosen=_chosen(result),
         chosen_key=HEADLINE,
         floor=FLOOR,
         **decode_values(decoded),
@@ -52,105 +80,228 @@ def demo_page(results: Mapping[str, Any]) -> str:
     )
 
 
-def demo_figures(results: Mapping[str, Any]) -> dict[str, figures.Figure]:
-    """All figures, by the id of their place on the page."""
+# -- figures ---------------------------------------------------------------------------------------
+
+
+def demo_figures(result: DemoResult) -> dict[str, Figure]:
+    """Draw all figures, by the id of their place on the page."""
+    domains = result.stragglers["one_domain"].by_domain or {}
+    order = sorted(domains, key=lambda name: -domains[name].overall.device_peak_to_mean)
+    by_domain = {name: domains[name].layers for name in order}  # the most unbalanced first
+    mixed = {"mixed": result.stragglers["mixed"].layers}
+    # One scale for all maps of the page, so that colours can be compared.
+    tables = [layer for layers in (*by_domain.values(), *mixed.values()) for layer in layers]
+    highest = max(max(relative(layer.expert_loads_before)) for layer in tables)
+    groups = {name: domain.overall for name, domain in domains.items()}
+    groups["all mixed"] = result.stragglers["mixed"].overall
     return {
-        "map-one-domain": _map(results, _domain_panels(results)),
-        "map-mixed": _map(results, {"mixed": results["stragglers"]["mixed"]["layers"]}),
-        "peaks": _peaks(results),
-        "devices": _devices(results),
-        **{f"balance-{kind}": _quality(results, kind, timed=False) for kind in KINDS},
-        **{f"time-{kind}": _quality(results, kind, timed=True) for kind in KINDS},
+        "map-one-domain": _map(result, by_domain, highest),
+        "map-mixed": _map(result, mixed, highest),
+        "peaks": peak_bars(
+            list(groups),
+            [round(balance.device_peak_to_mean, 4) for balance in groups.values()],
+            [round(balance.expert_peak_to_mean, 4) for balance in groups.values()],
+        ),
+        "devices": _devices(result),
+        **{f"balance-{kind}": _quality(result, kind, timed=False) for kind in KINDS},
+        **{f"time-{kind}": _quality(result, kind, timed=True) for kind in KINDS},
     }
 
 
-def _chosen(results: Mapping[str, Any]) -> Mapping[str, Any]:
-    return next(row for row in results["policies"] if row["key"] == HEADLINE)
+def _chosen(result: DemoResult) -> PolicyRow:
+    row = result.row(HEADLINE)
+    assert row is not None
+    return row
 
 
-def _domain_panels(results: Mapping[str, Any]) -> dict[str, Sequence[Mapping[str, Any]]]:
-    """Layers of every domain, the most unbalanced domain first."""
-    domains = results["stragglers"]["one_domain"]["by_domain"]
-    order = sorted(domains, key=lambda d: -domains[d]["overall"]["device_peak_to_mean"])
-    return {domain: domains[domain]["layers"] for domain in order}
-
-
-def _map(
-    results: Mapping[str, Any], panels: Mapping[str, Sequence[Mapping[str, Any]]]
-) -> figures.Figure:
-    names = [f"layer {n}" for n in range(results["model"]["layers"])]
+def _map(result: DemoResult, panels: Mapping[str, Sequence[LayerTable]], highest: float) -> Figure:
+    names = [f"layer {n}" for n in range(result.model["layers"])]
     loads = {
-        title: [figures.relative(layer["expert_loads_before"]) for layer in layers]
+        title: [relative(layer.expert_loads_before) for layer in layers]
         for title, layers in panels.items()
     }
-    devices = [results["model"]["expert_to_device"]] * len(names)
-    figure = load_map(loads, devices, names)
-    # One scale for all maps of the page, so that colours can be compared.
-    highest = max(
-        max(figures.relative(layer["expert_loads_before"]))
-        for part in (*_domain_panels(results).values(), results["stragglers"]["mixed"]["layers"])
-        for layer in part
-    )
+    figure = load_map(loads, [result.model["expert_to_device"]] * len(names), names)
     figure["data"][0] |= {"zmax": highest, "colorscale": load_colours(highest)}
     return figure
 
 
-def _peaks(results: Mapping[str, Any]) -> figures.Figure:
-    stragglers = results["stragglers"]
-    groups = {
-        **{d: x["overall"] for d, x in stragglers["one_domain"]["by_domain"].items()},
-        "all mixed": stragglers["mixed"]["overall"],
-    }
-    return figures.peak_bars(
-        list(groups),
-        [round(x["device_peak_to_mean"], 4) for x in groups.values()],
-        [round(x["expert_peak_to_mean"], 4) for x in groups.values()],
+def _devices(result: DemoResult) -> Figure:
+    example, row = result.example, _chosen(result)
+    mean = example.assignments / result.model["devices"]
+    before, after = (
+        [round(load / mean, 4) for load in example.device_loads[key]]
+        for key in (result.policies[0].key, HEADLINE)
     )
+    return device_bars(before, {row.label: after}, row.capacity_factor or 0.0)
 
 
-def _devices(results: Mapping[str, Any]) -> figures.Figure:
-    example, row = results["example"], _chosen(results)
-    mean = example["assignments"] / results["model"]["devices"]
-    loads = {
-        key: [round(load / mean, 4) for load in values]
-        for key, values in example["device_loads"].items()
-    }
-    base = results["policies"][0]["key"]
-    return figures.device_bars(loads[base], {row["label"]: loads[HEADLINE]}, row["capacity_factor"])
-
-
-def _quality(results: Mapping[str, Any], kind: str, *, timed: bool) -> figures.Figure:
-    """Perplexity change against balance or time; both kinds of batches share the scales."""
-    rows = {each: [_point(row, each, timed) for row in results["policies"][1:]] for each in KINDS}
-    base = results["policies"][0][kind]["device_peak_to_mean"]
-    ends = [row[key] for part in rows.values() for row in part for key in ("x", "low", "high")]
-    ends += [1.0, results["policies"][0]["one_domain"]["device_peak_to_mean"]] if not timed else [1]
+def _quality(result: DemoResult, kind: str, *, timed: bool) -> Figure:
+    """Draw perplexity change against balance or time; both kinds of batches share the scales."""
+    base, *rows = result.policies
+    points = {each: [_point(row, row.part(each), timed) for row in rows] for each in KINDS}
+    every = [point for part in points.values() for point in part]
+    ends = [point[key] for point in every for key in ("x", "low", "high") if key in point]
+    ends += [1.0] if timed else [1.0, base.one_domain.device_peak_to_mean]
     margin = 0.06 * (max(ends) - min(ends))
-    if not timed:
-        rows = {each: [_without_range(row) for row in part] for each, part in rows.items()}
     return scatter(
-        rows[kind],
+        points[kind],
         "emulated speed-up of the expert part (×)" if timed else "busiest device (load / mean)",
-        reference=1.0 if timed else round(base, 4),
+        reference=1.0 if timed else round(base.part(kind).device_peak_to_mean, 4),
         x_range=(round(min(ends) - margin, 3), round(max(ends) + margin, 3)),
-        highest=max(row["change"] for part in rows.values() for row in part),
+        highest=max(point["change"] for point in every),
     )
 
 
-def _point(row: Mapping[str, Any], kind: str, timed: bool) -> dict[str, Any]:
-    part = row[kind]
-    speedup = part["emulated"]["speedup"]
-    x = speedup["median"] if timed else part["device_peak_to_mean"]
+def _point(row: PolicyRow, part: PolicyPart, timed: bool) -> dict[str, Any]:
+    speedup = part.emulated["speedup"]
     return {
-        "label": row["label"],
-        "short": f"{row['capacity_factor']:g}",
-        "family": row["family"],
-        "change": round(100 * part["perplexity_change"]["mean"], 4),
-        "x": round(x, 4),
-        "low": round(speedup["min"], 4) if timed else x,
-        "high": round(speedup["max"], 4) if timed else x,
+        "label": row.label,
+        "short": f"{row.capacity_factor:g}",
+        "family": row.family,
+        "change": round(100 * part.perplexity_change.mean, 4),
+        "x": round(speedup["median"] if timed else part.device_peak_to_mean, 4),
+        **({"low": round(speedup["min"], 4), "high": round(speedup["max"], 4)} if timed else {}),
     }
 
 
-def _without_range(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if key not in ("low", "high")}
+# -- findings --------------------------------------------------------------------------------------
+
+
+def findings(result: DemoResult) -> Findings:
+    """Put the figures into words; a reduced run lacks the policies of some sentences."""
+    parts = {row.key: row.one_domain for row in result.policies}
+    lines = [*(_waiting(result, kind) for kind in KINDS), *(_cap(result, kind) for kind in KINDS)]
+
+    def changes(*keys: str) -> list[str]:
+        return [signed_percent(parts[key].perplexity_change.mean) for key in keys]
+
+    def drops(*keys: str) -> list[str]:
+        return [percent(parts[key].dropped_share) for key in keys]
+
+    def say(sentence: str, *keys: str) -> None:
+        if all(key in parts for key in keys):
+            lines.append(sentence.format(change=changes(*keys), drop=drops(*keys)))
+
+    say(
+        "With experts placed by the same calibration {drop[1]} is dropped instead of {drop[0]}, "
+        "for {change[1]} perplexity.",
+        HEADLINE,
+        f"{HEADLINE}-placed",
+    )
+    say(
+        "Below 1× a compensated cap trades expert work for quality: at 0.5× {drop[0]} of it is "
+        "gone, for {change[0]} perplexity.",
+        "compensated-0.5",
+    )
+    say(
+        "With every device held to at most the mean load, capping devices changes perplexity by "
+        "{change[0]} and drops {drop[0]}; capping every expert changes it by {change[1]} and "
+        "drops {drop[1]} (one-domain batches).",
+        "device-1-score",
+        "expert-1-score",
+    )
+    say(
+        "The choice of what to drop matters: at the same cap per expert (1.0×), keeping the "
+        "highest scores changes perplexity by {change[0]}, a random choice by {change[1]}.",
+        "expert-1-score",
+        "expert-1-random",
+    )
+    say(
+        "Where every expert is capped at 1×, stand-ins cut the loss from {change[0]} to "
+        "{change[1]}.",
+        "expert-1-score",
+        "compensated-expert-1",
+    )
+    for factor in ("1.25", "1"):
+        if (part := parts.get(f"expanded-{factor}")) and part.against_counterpart:
+            lines.append(_expansion(float(factor), part, *changes(f"device-{factor}-score")))
+    return Findings(headline=_headline(result, parts), lines=lines)
+
+
+def _headline(result: DemoResult, parts: Mapping[str, PolicyPart]) -> str:
+    straggler = result.stragglers["one_domain"].overall
+    factor, part = _chosen(result).capacity_factor, parts[HEADLINE]
+    change, ratio = part.perplexity_change, part.emulated["speedup"]
+    text = signed_percent(change.mean)
+    price = (
+        f"{text} perplexity" if _certain(change) else f"no measurable change in perplexity ({text})"
+    )
+    saving = "saves the slowest device no expert time (emulated)"
+    if ratio["median"] >= _SMALL_GAIN:
+        sure = "emulated" if ratio["min"] > 1 else "emulated, not in every round"
+        saving = f"makes the slowest device's expert work {times(ratio['median'])} as fast ({sure})"
+    without = ""
+    if alone := parts.get(f"device-{factor:g}-score"):
+        dropped = signed_percent(alone.perplexity_change.mean)
+        without = f" ({dropped} where dropped assignments leave nothing)"
+    return (
+        f"The busiest of {result.model['devices']} devices carries "
+        f"{times(straggler.device_peak_to_mean)} the mean load. Compensated Drop at "
+        f"{factor:g}× {saving} for {price}{without}."
+    )
+
+
+def _waiting(result: DemoResult, kind: str) -> str:
+    overall = result.stragglers[kind].overall
+    peak, devices = overall.device_peak_to_mean, int(result.model["devices"])
+    worst = f"; worst layer and batch {times(overall.device_peak_to_mean_worst)}"
+    return f"{waiting(peak, devices, worst, KINDS[kind])} {ceiling(peak)}"
+
+
+def _cap(result: DemoResult, kind: str) -> str:
+    row = _chosen(result)
+    part = row.part(kind)
+    worst, change = max(part.perplexity_change.by_domain.items(), key=lambda item: item[1])
+    return (
+        f"Compensated Drop at {row.capacity_factor:g}× the mean on {KINDS[kind]} drops "
+        f"{percent(part.dropped_share)} of the assignments, {_cost(part.perplexity_change)} "
+        f"(most on {worst}: {signed_percent(change)}), and {_gain(part.emulated)}."
+    )
+
+
+def _expansion(factor: float, part: PolicyPart, plain: str) -> str:
+    assert part.against_counterpart is not None
+    change = part.against_counterpart.perplexity_change
+    median = part.against_counterpart.speedup["median"]
+    if not _certain(change):
+        effect = "does nothing for quality that this much text can show"
+    else:
+        effect = "improves quality" if change.mean < 0 else "costs quality"
+    price = (
+        "with no measured cost in time"
+        if median > 1 / _SMALL_GAIN
+        else f"and takes the slowest device {percent(1 / median - 1, 0)} longer"
+    )
+    return (
+        f"Expanded Drop at {factor:g}× {effect}: perplexity "
+        f"{signed_percent(part.perplexity_change.mean)} against {plain} for Token Drop at the same "
+        f"cap, {price} (one-domain batches)."
+    )
+
+
+def _certain(change: PerplexityChange) -> bool:
+    """Return True if a change is at least two standard errors from zero."""
+    error = change.standard_error
+    return error is None or abs(change.mean) >= 2 * error
+
+
+def _cost(change: PerplexityChange) -> str:
+    text = signed_percent(change.mean)
+    if not _certain(change):
+        return f"changes perplexity by {text}, which this much text can't tell from zero"
+    if abs(change.mean) < _SMALL_CHANGE:
+        return f"changes perplexity by {text}, next to nothing"
+    if change.mean > 0:
+        return f"costs {text} perplexity"
+    return f"lowers perplexity by {percent(-change.mean, 2)}"
+
+
+def _gain(emulated: ExpertTime) -> str:
+    ratio = emulated["speedup"]
+    spread = f"{times(ratio['median'])} (from {ratio['min']:.2f} to {ratio['max']:.2f})"
+    if ratio["median"] < 1 / _SMALL_GAIN:
+        return f"slows the slowest emulated device down: {spread} as fast"
+    if ratio["median"] < _SMALL_GAIN:
+        return f"saves the slowest emulated device no measurable time: {spread} as fast"
+    sure = "" if ratio["min"] > 1 else ", though not in every round"
+    return f"makes the slowest emulated device's expert work {spread} as fast{sure}"

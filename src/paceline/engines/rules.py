@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from math import ceil
 from typing import Protocol
 
 import torch
@@ -16,7 +15,7 @@ from paceline.facts import Facts, facts_for
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing.active import Limits, limits_of, rows_spared
-from paceline.routing.capacity import tokens_needed
+from paceline.routing.limits import capacity, capacity_ratio, tokens_needed
 from paceline.routing.route import check_binding
 
 ALL_MODALITIES = frozenset(("text", "image", "video", "audio"))
@@ -275,12 +274,13 @@ def never_binding(policy: CapacityPolicy, layer: LayerTraits) -> Callable[[int],
     sizes = {1} if policy.unit == "expert" else set(layer.placement.sizes) - {0}
     # the most assignments that a token can have on a unit of each size
     most = {size: k if layer.repeats else min(k, size) for size in sizes}
-    always = all(factor * k * n / experts >= m for n, m in most.items())
+    ratios = {size: capacity_ratio(factor, k, size, experts) for size in sizes}
+    always = all(ratios[n] >= m for n, m in most.items())
     if always or policy.pool == "request":
         return lambda tokens: always
 
     @lru_cache(maxsize=4096)
     def never(tokens: int) -> bool:
-        return all(ceil(factor * tokens * k * n / experts) >= tokens * m for n, m in most.items())
+        return all(capacity(ratios[n], tokens) >= tokens * m for n, m in most.items())
 
     return never

@@ -1,4 +1,4 @@
-"""Where users who share a batch affect each other, and the one sentence that says so."""
+"""Warnings that users who share a batch, or cached prefixes, affect each other."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class SharedBudgetWarning(UserWarning):
 
 
 class SharedCacheWarning(UserWarning):
-    """Requests share cached prefixes, which under a cap tell of the tokens that followed them."""
+    """Requests share cached prefixes, which under a cap depend on the tokens behind them."""
 
 
 def shares_budget(policy: CapacityPolicy) -> bool:
-    """Whether requests in one batch affect each other under `policy`.
+    """Return True if requests in one batch affect each other under `policy`.
 
     >>> shares_budget(CapacityPolicy(capacity_factor=1.5, pool="request"))
     False
@@ -25,14 +25,14 @@ def shares_budget(policy: CapacityPolicy) -> bool:
 
 
 def warn_of_sharing(policy: CapacityPolicy, requests: int, stacklevel: int = 2) -> None:
-    """Say that so many requests share a budget under `policy`.
+    """Warn that requests share a budget under `policy`.
 
     Args:
-        policy: for which `shares_budget` holds.
-        requests: in the batch.
+        policy: one that `shares_budget`.
+        requests: number of requests in the batch.
         stacklevel: as of `warnings.warn`.
     """
-    apart = 'say pool="request"' if policy.max_active is None else "leave max_active out"
+    apart = 'say pool="request"' if policy.max_active is None else "remove max_active"
     warnings.warn(
         f'{requests} sequences share one budget under pool="{policy.pool}", so what one of them '
         f"gets depends on the others; where they belong to different users, {apart}.",
@@ -42,18 +42,18 @@ def warn_of_sharing(policy: CapacityPolicy, requests: int, stacklevel: int = 2) 
 
 
 def warn_of_shared_cache(remedy: str, stacklevel: int = 2) -> None:
-    """Say that a cap makes cached prefixes tell of what followed them.
+    """Warn that under a cap cached prefixes depend on the tokens behind them.
 
     A cap ranks the tokens of a chunk among each other, so keys and values of a prefix depend on
     the tokens behind it, with request pools too.
 
     Args:
-        remedy: what keeps requests from sharing, in the engine's words.
+        remedy: how to keep requests from sharing, in the engine's terms.
         stacklevel: as of `warnings.warn`.
     """
     warnings.warn(
         "requests share cached prefixes, and under a cap these depend on the tokens that followed "
-        f"them, so one request tells of another; where they belong to different users, {remedy}.",
+        f"them, so one request reveals another; where they belong to different users, {remedy}.",
         SharedCacheWarning,
         stacklevel=stacklevel + 1,
     )

@@ -1,8 +1,8 @@
 """lm-evaluation-harness's Hugging Face model with a capacity policy attached: `paceline-hf`.
 
-The harness pads the prompts of a batch on the right and tells the model nothing of it. That is
-harmless for attention, but a cap would count padding as tokens; so batches are formed here, by the
-harness's own rules, and the length of every row is known.
+The harness pads the prompts of a batch on the right and passes the model no mask. That is harmless
+for attention, but a cap would count padding as tokens; so batches are formed here, by the harness's
+own rules, and the length of every row is known.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from lm_eval.models.utils import Collator, normalize_gen_kwargs
 from torch import Tensor
 
 from paceline.engines.transformers import attach
+from paceline.evaluation.results import LoadShares
 from paceline.plan import Plan
 from paceline.settings import PlacementsLike, PoliciesLike
 from paceline.shipped import CALIBRATION_FOLDER, DEMO, MODEL_FOLDER
 
 Run = Callable[[], list[Any]]
 AroundBatch = Callable[[list[Any], Run], list[Any]]
-"""Gets what a batch's answers depend on and a function that computes them; returns the answers."""
+"""Called with what a batch's answers depend on and a function that computes them."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,11 @@ class PacelineLM(HFLM):  # type: ignore[misc]
 
     Args:
         pretrained: model folder, hub name, "demo", or a loaded model.
-        policy: what is applied, in short form; one with commas goes in quotes, as in
-            policy="capacity_factor=1,unit=expert". Without one loads are counted, nothing else.
+        policy: in short form; one with commas goes in quotes, as in
+            policy="capacity_factor=1,unit=expert". Without one, loads are counted only.
         plan: file with policies, placements and calibration.
         placement: expert -> device, as `attach` takes it.
-        devices: that share the experts in order; instead of a placement.
+        devices: number of them, among which experts are placed in order; instead of a placement.
         calibration: folder of one, or "demo", for compensate=true.
         hf: every other argument of the harness's `hf`.
 
@@ -58,7 +59,7 @@ class PacelineLM(HFLM):  # type: ignore[misc]
         pace: the handle of the attached model.
         around_batch: called with every batch, to keep or watch answers.
         truncated: prompts so far that were longer than the model reads, and lost their start.
-        quiet: whether the harness's own progress bars stay away.
+        quiet: True hides the harness's own progress bars.
 
     Raises:
         ValueError: if the model can't be attached to, or options contradict each other.
@@ -97,22 +98,21 @@ class PacelineLM(HFLM):  # type: ignore[misc]
         if self.batch_size == "auto" and any(each.caps for each in self.pace.policies):
             self.pace.detach()
             raise ValueError(
-                "batch_size=auto is not allowed with a cap: it is a number, as who shares a batch "
+                "batch_size must be a number with a cap, got auto: which requests share a batch "
                 "decides what is dropped."
             )
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness says of the model, and what the policy did."""
-        from paceline.evaluation.tally import Tally
-
+        """Return the harness's facts about the model, with the policy and its loads."""
         stats = self.pace.stats()
         info: dict[str, Any] = super().get_model_info()
-        return info | {"paceline": {"policy": stats.policy, **Tally.of(stats).shares()}}
+        shares = LoadShares.of(stats.layers).to_dict()
+        return info | {"paceline": {"policy": stats.policy, **shares}}
 
     # -- which rows are tokens --------------------------------------------------------------------
 
     def _real(self, batch: int, length: int, device: torch.device) -> Tensor:
-        """[batch, length] bool: what isn't padding on the right."""
+        """Return the mask of tokens that are no padding on the right, [batch, length] bool."""
         if self._lengths is None:
             return torch.ones((batch, length), dtype=torch.bool, device=device)
         if (len(self._lengths), max(self._lengths)) != (batch, length):
@@ -127,17 +127,17 @@ class PacelineLM(HFLM):  # type: ignore[misc]
     def loglikelihood(
         self, requests: list[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """(log-likelihood, whether greedy) of every (context, continuation)."""
+        """Return (log-likelihood, greedy) of every (context, continuation)."""
         return list(super().loglikelihood(requests, disable_tqdm=disable_tqdm or self.quiet))
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of whole texts, in windows where they are long."""
+        """Return the log-likelihood of whole texts, in windows where they are long."""
         return list(super().loglikelihood_rolling(requests, disable_tqdm or self.quiet))
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Any], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """(log-likelihood, whether greedy) of every (texts, context ids, continuation ids)."""
+        """Return (log-likelihood, greedy) of every (texts, context ids, continuation ids)."""
         limit = self.max_length
         self.truncated += sum(len(c) + len(t) > limit + 1 for _, c, t in requests)
         if self.batch_size == "auto":
@@ -164,7 +164,7 @@ class PacelineLM(HFLM):  # type: ignore[misc]
         return answers
 
     def _scored_batches(self, requests: Sequence[Any]) -> Iterator[_Batch]:
-        """Batches as `HFLM._loglikelihood_tokens` forms them: long ones first, rows shared."""
+        """Yield batches as `HFLM._loglikelihood_tokens` forms them: long first, rows shared."""
 
         def row(numbered: Any) -> tuple[int, ...]:
             _, (_, context, continuation) = numbered
@@ -190,14 +190,14 @@ class PacelineLM(HFLM):  # type: ignore[misc]
             )
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """What the model writes after each prompt, up to a stop sequence."""
+        """Return the continuation of each prompt, up to a stop sequence."""
         for request in requests:
             settings = normalize_gen_kwargs(request.args[1], self.max_gen_toks)
             room = self.max_length - settings["max_gen_toks"]
             if room <= 0:
                 raise ValueError(
-                    f"the task {request.task_name} asks for {self.max_length - room} new tokens: "
-                    f"allowed are fewer than the {self.max_length} that the model reads."
+                    f"max_gen_toks of the task {request.task_name} must be below the "
+                    f"{self.max_length} tokens that the model reads, got {self.max_length - room}."
                 )
             self.truncated += len(self.tok_encode(request.args[0])) > room
         if self.batch_size == "auto":

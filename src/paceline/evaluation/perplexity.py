@@ -1,17 +1,42 @@
-"""Token-level perplexity on fixed batches, paired with a baseline on the same sequences."""
+"""Perplexity and next tokens under several policies, paired on the same sequences.
+
+What a cap drops depends on who shares a batch, so `judge_texts` runs the same sequences in batches
+of one text each, in batches mixed from all texts, and each alone.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.batches import Batch
+from paceline.batches import Batch, Sampling, check_length, make_batches
+from paceline.evaluation.results import (
+    AgainstSolo,
+    Composition,
+    LoadShares,
+    PerplexityChange,
+    TextRow,
+    TextsResult,
+)
+from paceline.evaluation.subject import BASELINE, Store, Subject, run_or_read
+from paceline.progress import Progress
+
+COMPOSITIONS = {
+    "one_text": "batches of one text",
+    "mixed": "batches mixed from all texts",
+    "solo": "every sequence alone",
+}
+"""Ways to batch the same sequences, and their names for people."""
+
+
+# -- losses ----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -27,40 +52,25 @@ class Losses:
     tokens: dict[str, list[int]] = field(default_factory=dict)
 
     def add(self, batch: Batch, losses: Sequence[float]) -> None:
-        """Book the summed loss of every row of a batch, [rows]."""
+        """Add the summed loss of every row of a batch, [rows]."""
         for source, loss in zip(batch.sources, losses, strict=True):
             self.sums.setdefault(source, []).append(loss)
             self.tokens.setdefault(source, []).append(batch.ids.shape[1] - 1)
 
     def perplexity(self) -> dict[str, float]:
-        """exp(mean loss per predicted token) of each text."""
+        """Return exp(mean loss per predicted token) of each text."""
         return {
             source: math.exp(math.fsum(sums) / sum(self.tokens[source]))
             for source, sums in self.sums.items()
         }
 
     def predicted_tokens(self) -> int:
-        return sum(sum(tokens) for tokens in self.tokens.values())
-
-
-@dataclass(frozen=True)
-class Change:
-    """Perplexity change against the baseline, as shares (0.01 is +1%).
-
-    Attributes:
-        by_source: text -> perplexity / baseline perplexity - 1.
-        mean: mean over the texts of the perplexity ratios, minus 1.
-        standard_error: of `mean`, from the paired differences between sequences; None with
-            fewer than two sequences in some text.
-    """
-
-    by_source: dict[str, float]
-    mean: float
-    standard_error: float | None
+        """Return the number of predicted tokens of all texts."""
+        return sum(map(sum, self.tokens.values()))
 
 
 def sequence_losses(logits: Tensor, ids: Tensor) -> list[float]:
-    """Summed next-token loss of every row in nats.
+    """Sum the next-token loss of every row, in nats.
 
     Args:
         logits: [rows, length, vocabulary].
@@ -78,8 +88,8 @@ def sequence_losses(logits: Tensor, ids: Tensor) -> list[float]:
     """
     if logits.shape[:-1] != ids.shape:
         raise ValueError(
-            f"logits has shape {list(logits.shape)}, ids {list(ids.shape)}: allowed is "
-            "[rows, length, vocabulary] and [rows, length]."
+            "logits and ids must be [rows, length, vocabulary] and [rows, length], got "
+            f"{list(logits.shape)} and {list(ids.shape)}."
         )
     losses = []
     for row_logits, row_ids in zip(logits, ids, strict=True):  # row by row: little memory
@@ -97,45 +107,208 @@ def batch_losses(model: Any, batch: Batch) -> list[float]:
         ValueError: if the batch has more than ids: a loss of padding or of pictures means nothing.
     """
     if batch.given:
-        raise ValueError(f"batch has {', '.join(batch.given)}: allowed are ids alone.")
+        raise ValueError(f"batch must have ids alone, got {', '.join(batch.given)}.")
+    ids = batch.ids.to(model.device)
+    return sequence_losses(_logits(model, ids), ids)
+
+
+def _logits(model: Any, ids: Tensor) -> Tensor:
     with torch.no_grad():
-        ids = batch.ids.to(model.device)
-        return sequence_losses(model(input_ids=ids, use_cache=False).logits, ids)
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits
 
 
-def change(base: Losses, other: Losses) -> Change:
+def change(base: Losses, other: Losses) -> PerplexityChange:
     """Compare two runs over the same sequences, paired.
 
     Raises:
         ValueError: if the two runs did not see the same texts and sequences.
     """
     if base.tokens != other.tokens:
-        raise ValueError("base and other saw other sequences: allowed are the same, in order.")
+        raise ValueError("base and other must be of the same sequences, in the same order.")
     before, after = base.perplexity(), other.perplexity()
-    by_source = {source: after[source] / before[source] - 1 for source in before}
+    by_text = {source: after[source] / before[source] - 1 for source in before}
     variances = [
-        _variance_of_mean(base.sums[s], other.sums[s], base.tokens[s], 1 + by_source[s])
-        for s in by_source
+        _variance_of_mean(base.sums[s], other.sums[s], base.tokens[s], 1 + by_text[s])
+        for s in by_text
     ]
     known = [v for v in variances if v is not None]
     error = math.sqrt(math.fsum(known)) / len(known) if len(known) == len(variances) else None
-    return Change(by_source, statistics.fmean(by_source.values()), error)
+    changes = list(by_text.values())
+    over_texts = statistics.stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else None
+    return PerplexityChange(
+        by_domain=by_text,
+        mean=statistics.fmean(changes),
+        standard_error=error,
+        standard_error_over_texts=over_texts,
+    )
 
 
 def _variance_of_mean(
     base: Sequence[float], other: Sequence[float], tokens: Sequence[int], ratio: float
 ) -> float | None:
-    """Variance of a text's perplexity ratio (delta method on the mean paired difference)."""
+    """Return the variance of a text's perplexity ratio, by the delta method."""
     if len(base) < 2:
         return None
     differences = [(b - a) / n for a, b, n in zip(base, other, tokens, strict=True)]
     return ratio**2 * statistics.variance(differences) / len(differences)
 
 
-def as_dict(result: Change) -> Mapping[str, Any]:
-    """JSON-able form of a `Change`."""
-    return {
-        "by_domain": result.by_source,
-        "mean": result.mean,
-        "standard_error": result.standard_error,
-    }
+# -- runs over batches -----------------------------------------------------------------------------
+
+
+@dataclass
+class PolicyRun:
+    """Losses and loads of one policy over some batches.
+
+    Attributes:
+        losses: negative log-likelihoods by text.
+        layers: [batches][layers] `LayerStats`, or `LayerLoads` where they were read back.
+        sources: the texts in each batch, [batches].
+        greedy: text -> most likely next token at every position, [sequences][length - 1].
+    """
+
+    losses: Losses = field(default_factory=Losses)
+    layers: list[list[Any]] = field(default_factory=list)
+    sources: list[tuple[str, ...]] = field(default_factory=list)
+    greedy: dict[str, list[list[int]]] = field(default_factory=dict)
+
+    def add(self, batch: Batch, losses: Sequence[float], layers: Sequence[Any]) -> None:
+        """Add one batch."""
+        self.losses.add(batch, losses)
+        self.layers.append(list(layers))
+        self.sources.append(tuple(dict.fromkeys(batch.sources)))
+
+    def all_layers(self) -> list[Any]:
+        """Return the layers of all batches in one list."""
+        return [layer for batch in self.layers for layer in batch]
+
+    def shares(self) -> LoadShares:
+        """Return balance and drops over all batches and layers."""
+        return LoadShares.of(self.all_layers())
+
+
+def run_policy(
+    model: Any, pace: Any, policy: Any, batches: Sequence[Batch], step: Callable[[], None]
+) -> PolicyRun:
+    """Run an attached model over the batches under a policy; `step` is called after each."""
+    pace.policy = policy
+    run = PolicyRun()
+    for batch in batches:
+        pace.reset_stats()
+        losses = batch_losses(model, batch)
+        run.add(batch, losses, pace.stats().layers)
+        step()
+    return run
+
+
+def judge_texts(
+    subject: Subject,
+    texts: Mapping[str, str],
+    sampling: Sampling,
+    compositions: Sequence[str],
+    store: Store,
+    progress: Progress | None = None,
+) -> TextsResult:
+    """Run the texts under every policy, in every composition.
+
+    Args:
+        texts: name -> text.
+        sampling: its `mix` is not read.
+        compositions: of COMPOSITIONS; mixing needs two texts and is left out with one.
+
+    Raises:
+        ValueError: if a text is too short, a sequence longer than the model reads, a composition
+            unknown, or none is left.
+    """
+    if unknown := [each for each in compositions if each not in COMPOSITIONS]:
+        raise ValueError(f"composition must be of {', '.join(COMPOSITIONS)}, got {unknown[0]!r}.")
+    check_length(subject.model, sampling.sequence_length)
+    possible = [each for each in compositions if each != "mixed" or len(texts) > 1]
+    if not possible:
+        raise ValueError("mixed batches need at least two texts: give another, or a composition.")
+    batches, tokens = {}, {}
+    for each in possible:
+        rows = 1 if each == "solo" else sampling.batch_size
+        drawn = Sampling(sampling.tokens, rows, sampling.sequence_length, each == "mixed")
+        batches[each], found = make_batches(subject.tokenizer, texts, drawn)
+        tokens = dict(found)
+    runs = _run_all(subject, batches, store, progress)
+    solo = runs.get("solo", {})
+    return TextsResult(
+        tokens_by_text=tokens,
+        batch_size=sampling.batch_size,
+        sequence_length=sampling.sequence_length,
+        compositions={
+            each: Composition(
+                label=COMPOSITIONS[each],
+                batches=len(batches[each]),
+                policies=[
+                    _row(name, run, by_policy[BASELINE], None if each == "solo" else solo.get(name))
+                    for name, run in by_policy.items()
+                ],
+            )
+            for each, by_policy in runs.items()
+        },
+    )
+
+
+def _run_all(
+    subject: Subject,
+    batches: Mapping[str, Sequence[Batch]],
+    store: Store,
+    progress: Progress | None,
+) -> dict[str, dict[str, PolicyRun]]:
+    done, steps = 0, len(subject.policies) * sum(map(len, batches.values()))
+    fingerprint = subject.fingerprint()
+    runs: dict[str, dict[str, PolicyRun]] = {each: {} for each in batches}
+    with subject.attach() as pace:
+        for name, policy in subject.policies.items():
+            pace.policy = policy
+            for each, chosen in batches.items():
+                run = runs[each][name] = PolicyRun()
+                for batch in chosen:
+                    key = ["text", *batch.ids.tolist()]
+                    judge = partial(_judge, subject.model, batch)
+                    (losses, greedy), layers = run_or_read(pace, store, fingerprint, key, judge)
+                    run.add(batch, losses, layers)
+                    for source, row in zip(batch.sources, greedy, strict=True):
+                        run.greedy.setdefault(source, []).append(row)
+                    done += 1
+                    if progress is not None:
+                        progress(done, steps, f"{COMPOSITIONS[each]}: {name}")
+    return runs
+
+
+def _judge(model: Any, batch: Batch) -> tuple[list[float], list[list[int]]]:
+    ids = batch.ids.to(model.device)
+    logits = _logits(model, ids)
+    return sequence_losses(logits, ids), [row[:-1].argmax(-1).tolist() for row in logits]
+
+
+def _row(name: str, run: PolicyRun, base: PolicyRun, alone: PolicyRun | None) -> TextRow:
+    beside_solo = None
+    if alone is not None:
+        beside_solo = AgainstSolo(
+            perplexity_change=change(alone.losses, run.losses),
+            changed_next_tokens=_changed(alone.greedy, run.greedy),
+        )
+    return TextRow(
+        name=name,
+        perplexity=run.losses.perplexity(),
+        perplexity_change=change(base.losses, run.losses),
+        changed_next_tokens=_changed(base.greedy, run.greedy),
+        against_solo=beside_solo,
+        **run.shares().to_dict(),
+    )
+
+
+def _changed(base: Mapping[str, list[list[int]]], other: Mapping[str, list[list[int]]]) -> float:
+    """Return the share of positions whose most likely next token differs."""
+    pairs = [
+        (b, o)
+        for source, rows in base.items()
+        for before, after in zip(rows, other[source], strict=True)
+        for b, o in zip(before, after, strict=True)
+    ]
+    return sum(b != o for b, o in pairs) / len(pairs)

@@ -1,42 +1,55 @@
-"""Assemble `paceline eval`: texts and tasks under several policies, as JSON-able values."""
+"""The two runs of `paceline eval`: policies on texts and tasks, and a grid of caps on texts.
+
+The paper's Figure 12 draws quality against the capacity factor. A factor of two says little by
+itself: per expert and per device it leaves different loads. So a sweep sets quality against the
+load of the busiest device, which is what the others wait for.
+"""
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.batches import Sampling
-from paceline.engines.transformers import attach
-from paceline.evaluation.store import Store
-from paceline.evaluation.subject import Subject
-from paceline.evaluation.texts import judge_texts
-from paceline.placement import ExpertPlacement
+from paceline.evaluation.perplexity import judge_texts
+from paceline.evaluation.results import (
+    EVAL_SCHEMA,
+    SWEEP_SCHEMA,
+    CostByText,
+    EvalResult,
+    PointByText,
+    SweepResult,
+    TextRow,
+)
+from paceline.evaluation.subject import BASELINE, STATE, Store, Subject
+from paceline.plan import Plan
+from paceline.policy import CapacityPolicy
 from paceline.progress import Progress
 from paceline.system_info import system_info
 
 if TYPE_CHECKING:
     from paceline.evaluation.tasks import Chosen
 
-SCHEMA = "paceline-eval/1"
-STATE = "state"
-"""Folder of what has been computed, inside that of the results."""
+FACTORS = (3.0, 2.0, 1.5, 1.25, 1.0, 0.75, 0.5, 0.25, 0.1, 1e-9)
+"""From a cap that hardly binds to the smallest: one assignment per unit and pool."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to judge a model by.
+    """Texts and tasks to evaluate a model on.
 
     Attributes:
         texts: name -> text, for perplexity.
         sampling: which of their tokens, and how they are batched.
         compositions: ways to batch them.
         tasks: of lm-evaluation-harness, loaded; None: none.
-        limit: samples of each task; None: all.
-        task_batch: prompts a batch.
+        limit: samples per task; None: all.
+        task_batch: prompts per batch.
     """
 
     texts: Mapping[str, str] = field(default_factory=dict)
@@ -48,96 +61,184 @@ class Job:
 
 
 def evaluate(
-    subject: Subject,
-    job: Job,
-    *,
-    out: Path | None = None,
-    progress: Progress | None = None,
-) -> dict[str, Any]:
+    subject: Subject, job: Job, *, out: Path | None = None, progress: Progress | None = None
+) -> EvalResult:
     """Run a model without a policy and under each of its policies, on the same samples.
 
-    Args:
-        subject: the model and its policies.
-        job: texts and tasks.
-        out: folder in which computed batches are kept, so that a killed run goes on; None: nowhere.
-        progress: told after every batch.
+    With `out` computed batches are kept in that folder, so that a killed run continues.
 
     Raises:
-        ValueError: if there is nothing to judge by, or the model can't be run on it.
+        ValueError: if there are no texts and no tasks, or the model can't be run on them.
         OSError: if the folder can't be written.
     """
     if not job.texts and job.tasks is None:
-        raise ValueError("there is nothing to judge by: give texts, tasks, or both.")
-    started, surroundings = time.perf_counter(), system_info()
+        raise ValueError("texts or tasks must be given, got neither.")
+    started, header = time.perf_counter(), _header(EVAL_SCHEMA)
     store = Store(None if out is None else out / STATE)
-    result: dict[str, Any] = {
-        "schema": SCHEMA,
-        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        **surroundings,
-        "subject": describe(subject),
-        "texts": None,
-        "tasks": None,
-    }
+    facts, texts, tasks = subject.describe(), None, None
     if job.texts:
-        result["texts"] = judge_texts(
-            subject, job.texts, job.sampling, job.compositions, store, progress
-        )
+        texts = judge_texts(subject, job.texts, job.sampling, job.compositions, store, progress)
     if job.tasks is not None:
         from paceline.evaluation.tasks import judge_tasks
 
-        result["tasks"] = judge_tasks(
-            subject,
-            job.tasks,
-            store,
-            limit=job.limit,
-            batch_size=job.task_batch,
-            solo="solo" in job.compositions,
-            progress=progress,
-        )
-    result["batches"] = {"computed": store.computed, "found": store.found}
-    result["seconds"] = round(time.perf_counter() - started, 1)
-    return result
+        tasks = judge_tasks(
+            subject, job.tasks, store, limit=job.limit, batch_size=job.task_batch,
+            solo="solo" in job.compositions, progress=progress,
+        )  # fmt: skip
+    return EvalResult(
+        **header,
+        subject=facts,
+        texts=texts,
+        tasks=tasks,
+        batches={"computed": store.computed, "found": store.found},
+        seconds=round(time.perf_counter() - started, 1),
+    )
 
 
-def describe(subject: Subject) -> dict[str, Any]:
-    """The model, where its experts are, and what is applied.
+def _header(schema: str) -> dict[str, Any]:
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {"form": schema, "created": now, **system_info()}
+
+
+# -- a grid of caps --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Axes of a grid of caps; every combination is run.
+
+    Attributes:
+        factors: capacity factors.
+        units: what is capped.
+        keeps: which assignments survive.
+        expands: experts that a token may use beyond its own; None: none.
+        compensates: True: dropped assignments are replaced by their stand-ins.
+    """
+
+    factors: tuple[float, ...] = FACTORS
+    units: tuple[str, ...] = ("device", "expert")
+    keeps: tuple[str, ...] = ("score", "random")
+    expands: tuple[str | None, ...] = (None, "own_device")
+    compensates: tuple[bool, ...] = (False,)
+
+    @classmethod
+    def parse(
+        cls,
+        factors: str | None = None,
+        units: str | None = None,
+        keeps: str | None = None,
+        expands: str | None = None,
+        compensate: bool = False,
+    ) -> Axes:
+        """Read axes from values separated by commas; None: the default.
+
+        A factor of 0 leaves one assignment per unit and pool; "none" expands nothing.
+
+        Raises:
+            ValueError: if an axis has no value, or a factor is no number.
+
+        >>> Axes.parse(factors="1,0", units="device").factors
+        (1.0, 1e-09)
+        """
+        texts = {"factors": factors, "units": units, "keeps": keeps, "expands": expands}
+        axes: dict[str, Any] = {}
+        for name, text in texts.items():
+            if text is not None:
+                axes[name] = tuple(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
+                if not axes[name]:
+                    raise ValueError(f"--{name} must have at least one value, got {text!r}.")
+        if "factors" in axes:
+            try:
+                axes["factors"] = tuple(float(each) or FACTORS[-1] for each in axes["factors"])
+            except ValueError:
+                raise ValueError(f"--factors must be numbers >= 0, got {factors}.") from None
+        if "expands" in axes:
+            axes["expands"] = tuple(None if e == "none" else e for e in axes["expands"])
+        return cls(**axes, compensates=(False, True) if compensate else (False,))
+
+    def policies(self) -> Iterator[tuple[dict[str, Any], CapacityPolicy]]:
+        """Yield the fields of every combination, and its policy.
+
+        Raises:
+            PolicyError: naming a value that isn't allowed.
+        """
+        names = ("unit", "keep", "expand", "compensate", "capacity_factor")
+        for values in itertools.product(
+            self.units, self.keeps, self.expands, self.compensates, self.factors
+        ):
+            fields = dict(zip(names, values, strict=True))
+            yield fields, CapacityPolicy(**fields)
+
+
+def sweep(
+    model: Any,
+    tokenizer: Any,
+    texts: Mapping[str, str],
+    *,
+    axes: Sequence[Axes],
+    plan: Plan,
+    calibration: Any = None,
+    sampling: Sampling | None = None,
+    composition: str = "one_text",
+    out: Path | None = None,
+    progress: Progress | None = None,
+) -> SweepResult:
+    """Run texts under every combination of a grid, and mark those that no other beats.
+
+    The model is in evaluation mode, and restored afterwards. Of several `axes` each is a grid of
+    its own; `composition` is how texts are batched; `out` as for `evaluate`.
 
     Raises:
-        ValueError: if a policy can't be applied to the model.
+        ValueError: if a combination is no policy, or can't be run.
     """
-    model = subject.model
-    with attach(
-        model,
-        None,
-        plan=subject.plan,
-        calibration=subject.calibration,
-        token_source="sequence",
-    ) as pace:
-        for policy in subject.policies.values():  # said before the work, not in the middle of it
-            pace.policy = policy
-        layers = pace.stats().layers
-        placements = [
-            placement or ExpertPlacement.per_expert(len(layer.expert_loads_before))
-            for placement, layer in zip(pace.placements, layers, strict=True)
-        ]
+    started, header = time.perf_counter(), _header(SWEEP_SCHEMA)
+    combinations = [each for some in axes for each in some.policies()]
+    subject = Subject.of(model, tokenizer, [each for _, each in combinations], plan, calibration)
+    facts = subject.describe()
+    store = Store(None if out is None else out / STATE)
+    judged = judge_texts(subject, texts, sampling or Sampling(), [composition], store, progress)
+    rows = {row.name: row for row in judged.compositions[composition].policies}
+    chosen = [rows[str(policy)] for _, policy in combinations]
+    best = frontier([(row.device_peak_to_mean, row.perplexity_change.mean) for row in chosen])
+    points = [
+        PointByText(**fields, **_cost(row), on_frontier=index in best)
+        for index, ((fields, _), row) in enumerate(zip(combinations, chosen, strict=True))
+    ]
+    return SweepResult(
+        **header,
+        subject=facts.model_copy(update={"policies": []}),
+        tokens_by_text=judged.tokens_by_text,
+        batch_size=judged.batch_size,
+        sequence_length=judged.sequence_length,
+        composition=composition,
+        baseline=CostByText(**_cost(rows[BASELINE])),
+        points=points,
+        seconds=round(time.perf_counter() - started, 1),
+    )
+
+
+def _cost(row: TextRow) -> dict[str, Any]:
     return {
-        "architecture": type(model).__name__,
-        "parameters": sum(weight.numel() for weight in model.parameters()),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "layers": len(layers),
-        "experts": len(layers[0].expert_loads_before),
-        "devices": max(placement.num_devices for placement in placements),
-        "experts_per_device": list(placements[0].sizes),
-        "calibrated_on": None
-        if subject.calibration is None
-        else dict(zip(subject.calibration.texts, subject.calibration.tokens, strict=True)),
-        "policies": [
-            {"name": name, "policy": _shown(policy)} for name, policy in subject.policies.items()
-        ],
+        "change": row.perplexity_change.mean,
+        "standard_error": row.perplexity_change.standard_error,
+        "by_text": row.perplexity_change.by_domain,
+        "changed_next_tokens": row.changed_next_tokens,
+        "dropped_share": row.dropped_share,
+        "device_peak_to_mean": row.device_peak_to_mean,
     }
 
 
-def _shown(policy: Any) -> str | list[str] | None:
-    if policy is None:
-        return None
-    return list(map(str, policy)) if isinstance(policy, (list, tuple)) else str(policy)
+def frontier(points: Sequence[tuple[float, float]]) -> set[int]:
+    """Return indices of points that no other equals or beats in both figures, of equals the first.
+
+    >>> frontier([(1.0, 0.5), (1.2, 0.1), (1.2, 0.3), (1.3, 0.2)])
+    {0, 1}
+    """
+    order = sorted(range(len(points)), key=lambda index: (*points[index], index))
+    best: set[int] = set()
+    lowest = float("inf")
+    for index in order:
+        if points[index][1] < lowest:
+            best.add(index)
+            lowest = points[index][1]
+    return best

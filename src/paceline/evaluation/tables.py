@@ -1,10 +1,11 @@
-"""Markdown of an evaluation: what every policy costs, and the paper's tables beside it."""
+"""Markdown of an evaluation: the cost of every policy, and the paper's tables beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Sequence
 
+from paceline.evaluation.results import EvalResult, TaskScore, TasksResult, TextsResult
 from paceline.evaluation.suite import PUBLISHED, Published
 from paceline.policy import CapacityPolicy
 from paceline.text import percent, signed_percent, times
@@ -15,35 +16,35 @@ IGNORED = ("min_expert_load", "seed")
 """Fields in which a policy may differ from the paper's and still be set beside it."""
 
 
-def markdown(result: Mapping[str, Any]) -> str:
-    """The tables of a result of `evaluate`."""
-    subject = result["subject"]
+def markdown(result: EvalResult) -> str:
+    """Return the tables of a result of `evaluate`."""
+    subject = result.subject
     lines = [
         "# Quality under caps",
         "",
-        f"{result['model']}: {subject['architecture']}, {subject['parameters']:,} parameters, "
-        f"{subject['layers']} MoE layers of {subject['experts']} experts on {subject['devices']} "
-        f"devices; {subject['dtype']}.",
+        f"{result.model}: {subject.architecture}, {subject.parameters:,} parameters, "
+        f"{subject.layers} MoE layers of {subject.experts} experts on {subject.devices} "
+        f"devices; {subject.dtype}.",
     ]
-    if subject["calibrated_on"]:
-        lines += ["", f"Stand-ins calibrated on {', '.join(subject['calibrated_on'])}."]
-    if result["texts"]:
-        lines += _texts(result["texts"])
-    if result["tasks"]:
-        lines += _tasks(result["tasks"])
+    if subject.calibrated_on:
+        lines += ["", f"Stand-ins calibrated on {', '.join(subject.calibrated_on)}."]
+    if result.texts:
+        lines += _texts(result.texts)
+    if result.tasks:
+        lines += _tasks(result.tasks)
     if any(_name_of(row, result) for row in PUBLISHED):
         lines += _beside_the_paper(result)
     return "\n".join(lines) + "\n"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table, the first column left, the others right."""
+    """Return the lines of a Markdown table, the first column left, the others right."""
     marks = ["---", *["---:"] * (len(header) - 1)]
     return [f"| {' | '.join(cells)} |" for cells in (header, marks, *rows)]
 
 
 def with_error(value: float, error: float | None, scale: float = 100, digits: int = 2) -> str:
-    """A change with its standard error, such as +0.52 ± 0.04.
+    """Format a change with its standard error.
 
     >>> with_error(0.0052, 0.0004)
     '+0.52 ± 0.04'
@@ -54,84 +55,74 @@ def with_error(value: float, error: float | None, scale: float = 100, digits: in
     return text if error is None else f"{text} ± {scale * error:.{digits}f}"
 
 
-def _texts(texts: Mapping[str, Any]) -> list[str]:
+def _texts(texts: TextsResult) -> list[str]:
     lines = []
-    sizes = ", ".join(f"{name} {count}" for name, count in texts["tokens_by_text"].items())
-    for composition in texts["compositions"].values():
-        alone = any("against_solo" in row for row in composition["policies"])
-        header = [
-            "policy",
-            "perplexity %",
-            "± over texts",
-            "next tokens changed",
-            "dropped",
-            "busiest device",
-            *(["against alone %", "changed by sharing"] if alone else []),
-        ]
+    sizes = ", ".join(f"{name} {count}" for name, count in texts.tokens_by_text.items())
+    for composition in texts.compositions.values():
+        alone = any(row.against_solo for row in composition.policies)
+        header = ["policy", "perplexity %", "± over texts", "next tokens changed", "dropped",
+                  "busiest device"]  # fmt: skip
+        header += ["against alone %", "changed by sharing"] if alone else []
         rows = []
-        for row in composition["policies"]:
-            change = row["perplexity_change"]
+        for row in composition.policies:
+            change = row.perplexity_change
+            over_texts = change.standard_error_over_texts
             cells = [
-                row["name"],
-                with_error(change["mean"], change["standard_error"]),
-                NONE
-                if change["standard_error_over_texts"] is None
-                else f"{100 * change['standard_error_over_texts']:.2f}",
-                percent(row["changed_next_tokens"]),
-                percent(row["dropped_share"]),
-                times(row["device_peak_to_mean"]),
+                row.name,
+                with_error(change.mean, change.standard_error),
+                NONE if over_texts is None else f"{100 * over_texts:.2f}",
+                percent(row.changed_next_tokens),
+                percent(row.dropped_share),
+                times(row.device_peak_to_mean),
             ]
-            if alone:
-                solo = row["against_solo"]
-                shared = solo["perplexity_change"]
+            if row.against_solo:
+                shared = row.against_solo.perplexity_change
                 cells += [
-                    with_error(shared["mean"], shared["standard_error"]),
-                    percent(solo["changed_next_tokens"], 2),
+                    with_error(shared.mean, shared.standard_error),
+                    percent(row.against_solo.changed_next_tokens, 2),
                 ]
             rows.append(cells)
         lines += [
             "",
-            f"## Texts, {composition['label']}",
+            f"## Texts, {composition.label}",
             "",
             f"Mean change of perplexity over the texts and its standard error (sequences paired; "
             f"then: texts as a sample of texts). Tokens: {sizes}; sequences of "
-            f"{texts['sequence_length']}, {texts['batch_size']} a batch.",
+            f"{texts.sequence_length}, {texts.batch_size} per batch.",
             "",
             *table(header, rows),
         ]
     return lines
 
 
-def _tasks(tasks: Mapping[str, Any]) -> list[str]:
+def _tasks(tasks: TasksResult) -> list[str]:
     lines = []
-    names = list(tasks["tasks"])
-    shots = ", ".join(f"{name} {tasks['tasks'][name]['shots']}" for name in names)
-    limit = "all samples" if tasks["limit"] is None else f"the first {tasks['limit']} samples"
-    for mode, found in tasks["modes"].items():
+    names = list(tasks.tasks)
+    shots = ", ".join(f"{name} {task['shots']}" for name, task in tasks.tasks.items())
+    limit = "all samples" if tasks.limit is None else f"the first {tasks.limit} samples"
+    for mode, found in tasks.modes.items():
         header = ["policy", *names, "mean", "difference", "answers changed", "dropped",
                   "busiest device"]  # fmt: skip
-        alone = any("against_solo" in row for row in found["policies"])
-        header += ["changed by sharing"] if alone else []
+        header += ["changed by sharing"] if any(row.against_solo for row in found.policies) else []
         rows = []
-        for row in found["policies"]:
-            mean = row["mean_difference"]
+        for row in found.policies:
+            mean = row.mean_difference
             cells = [
-                row["name"],
-                *(_score(row["tasks"][name]) for name in names),
-                NONE if row["mean"] is None else f"{100 * row['mean']:.1f}",
-                NONE if mean is None else with_error(mean["mean"], mean["standard_error"]),
-                f"{row['changed_answers']} of {row['answers']}",
-                percent(row["dropped_share"]),
-                times(row["device_peak_to_mean"]),
+                row.name,
+                *(_score(row.tasks[name]) for name in names),
+                NONE if row.mean is None else f"{100 * row.mean:.1f}",
+                NONE if mean is None else with_error(mean.mean, mean.standard_error),
+                f"{row.changed_answers} of {row.answers}",
+                percent(row.dropped_share),
+                times(row.device_peak_to_mean),
             ]
-            if alone:
-                solo = row["against_solo"]
-                cells.append(f"{solo['changed_answers']} of {solo['answers']}")
+            if solo := row.against_solo:
+                cells.append(f"{solo.changed_answers} of {solo.answers}")
             rows.append(cells)
-        size = f", {tasks['batch_size']} a batch" if mode == "batched" else ""
+        size = f", {tasks.batch_size} per batch" if mode == "batched" else ""
         lines += [
             "",
-            f"## Tasks, {found['label']}",
+            f"## Tasks, {found.label}",
             "",
             f"Scores in percent (perplexities as they are) and difference to no cap, with the "
             f"standard error of paired differences; {limit} of each{size}. Examples in the prompt: "
@@ -139,32 +130,23 @@ def _tasks(tasks: Mapping[str, Any]) -> list[str]:
             "",
             *table(header, rows),
         ]
-        cut = max(row["truncated_prompts"] for row in found["policies"])
-        if cut:
+        if cut := max(row.truncated_prompts for row in found.policies):
             lines += ["", f"{cut} prompts were longer than the model reads and lost their start."]
     return lines
 
 
-def _score(task: Mapping[str, Any]) -> str:
-    difference = task["difference"]
-    if task["metric"].endswith("perplexity") or task["metric"] == "bits_per_byte":
-        return f"{task['score']:.3f} ({signed_percent(_growth(difference['mean']))})"
-    return (
-        f"{100 * task['score']:.1f} "
-        f"({with_error(difference['mean'], difference['standard_error'], digits=1)})"
-    )
-
-
-def _growth(logarithm: float) -> float:
-    import math
-
-    return math.expm1(logarithm)
+def _score(task: TaskScore) -> str:
+    difference = task.difference
+    if task.metric.endswith("perplexity") or task.metric == "bits_per_byte":
+        return f"{task.score:.3f} ({signed_percent(math.expm1(difference.mean))})"
+    change = with_error(difference.mean, difference.standard_error, digits=1)
+    return f"{100 * task.score:.1f} ({change})"
 
 
 # -- beside the paper -----------------------------------------------------------------------------
 
 
-def _beside_the_paper(result: Mapping[str, Any]) -> list[str]:
+def _beside_the_paper(result: EvalResult) -> list[str]:
     lines = [
         "",
         "## The paper's Tables 1 to 3, and the same policies here",
@@ -181,7 +163,7 @@ def _beside_the_paper(result: Mapping[str, Any]) -> list[str]:
                 f"{row.baseline:.1f}",
                 f"{row.mean:.1f}",
                 f"{row.mean - row.baseline:+.1f}",
-                *ours(row, result),
+                *_ours(row, result),
             ]
             for row in PUBLISHED
             if row.table == number
@@ -192,42 +174,37 @@ def _beside_the_paper(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def ours(row: Published, result: Mapping[str, Any]) -> list[str]:
-    """Change of the tasks' mean and of perplexity under the policy of a published row."""
+def _ours(row: Published, result: EvalResult) -> list[str]:
+    """Format the change of the tasks' mean and of perplexity under a published row's policy."""
     if row.policy is None:
         return ["not a policy here", NONE]
     name = _name_of(row, result)
     if name is None:
         return ["not run", "not run"]
-    return [_ours_tasks(name, result["tasks"]), _ours_texts(name, result["texts"])]
+    return [_ours_tasks(name, result.tasks), _ours_texts(name, result.texts)]
 
 
-def _name_of(row: Published, result: Mapping[str, Any]) -> str | None:
-    """Name of our run under a published row's policy, None where there was none."""
-    for each in result["subject"]["policies"]:
-        shown = each["policy"]
-        if isinstance(shown, str) and row.policy is not None and _same(shown, row.policy):
-            return str(each["name"])
+def _name_of(row: Published, result: EvalResult) -> str | None:
+    """Find the name of our run under a published row's policy, None where there was none."""
+    defaults = {field: CapacityPolicy.model_fields[field].default for field in IGNORED}
+    for each in result.subject.policies:
+        if isinstance(each.policy, str) and row.policy is not None:
+            ours = CapacityPolicy.parse(each.policy)
+            if ours.replace(**defaults) == row.policy.replace(**defaults):
+                return each.name
     return None
 
 
-def _same(shown: str, policy: CapacityPolicy) -> bool:
-    defaults = {field: CapacityPolicy.model_fields[field].default for field in IGNORED}
-    return CapacityPolicy.parse(shown).replace(**defaults) == policy.replace(**defaults)
-
-
-def _ours_tasks(name: str, tasks: Mapping[str, Any] | None) -> str:
+def _ours_tasks(name: str, tasks: TasksResult | None) -> str:
     if tasks is None:
         return "not run"
-    row = next(row for row in tasks["modes"]["batched"]["policies"] if row["name"] == name)
-    if row["mean_difference"] is None:
-        return NONE
-    return with_error(row["mean_difference"]["mean"], row["mean_difference"]["standard_error"])
+    rows = tasks.modes["batched"].policies
+    mean = next(row for row in rows if row.name == name).mean_difference
+    return NONE if mean is None else with_error(mean.mean, mean.standard_error)
 
 
-def _ours_texts(name: str, texts: Mapping[str, Any] | None) -> str:
+def _ours_texts(name: str, texts: TextsResult | None) -> str:
     if texts is None:
         return "not run"
-    first = next(iter(texts["compositions"].values()))
-    row = next(row for row in first["policies"] if row["name"] == name)
-    return with_error(row["perplexity_change"]["mean"], row["perplexity_change"]["standard_error"])
+    change = next(iter(texts.compositions.values())).row(name).perplexity_change
+    return with_error(change.mean, change.standard_error)

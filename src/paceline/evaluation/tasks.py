@@ -10,10 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from paceline.evaluation.harness import PacelineLM, Run
-from paceline.evaluation.samples import Scores, read_scores
-from paceline.evaluation.store import Store
-from paceline.evaluation.subject import Subject, judged
-from paceline.evaluation.tally import Tally
+from paceline.evaluation.results import (
+    LayerLoads,
+    LoadShares,
+    TaskMode,
+    TaskRow,
+    TasksResult,
+)
+from paceline.evaluation.samples import Scores, compare, read_scores
+from paceline.evaluation.subject import BASELINE, Store, Subject, run_or_read
 from paceline.progress import Progress
 from paceline.text import shortened
 
@@ -22,18 +27,18 @@ MODES = {"batched": "batches of several prompts", "solo": "every prompt alone"}
 
 
 @dataclass
-class _Run:
-    """What one policy did on all tasks.
+class _TaskRun:
+    """One policy on all tasks.
 
     Attributes:
         scores: by task as named by the user.
-        tally: loads and drops.
-        truncated: prompts that were longer than the model reads.
+        layers: loads of every layer in every batch.
+        truncated: prompts longer than the model reads.
         harness: task -> metric -> figure, as lm-evaluation-harness sums it up.
     """
 
     scores: dict[str, Scores]
-    tally: Tally
+    layers: list[LayerLoads]
     truncated: int
     harness: dict[str, dict[str, float]]
 
@@ -43,7 +48,7 @@ class Chosen:
     """Tasks, loaded.
 
     Attributes:
-        leaves: task as named by the user -> names of what it is made of.
+        leaves: task as named by the user -> names of the tasks that it is made of.
         tasks: name -> task of lm-evaluation-harness.
         shots: task as named by the user -> examples in the prompt, where set.
     """
@@ -56,7 +61,7 @@ class Chosen:
 def load_tasks(
     names: Mapping[str, int | None], include: Sequence[Path] = (), shots: int | None = None
 ) -> Chosen:
-    """Find tasks, and their data.
+    """Load tasks and their data.
 
     Args:
         names: of tasks or groups -> examples in the prompt; None: as the task says.
@@ -84,7 +89,7 @@ def load_tasks(
     for name, own in names.items():
         loaded = _load(manager, name)
         if shared := set(loaded) & set(chosen.tasks):
-            raise ValueError(f"the task {min(shared)} is named twice: allowed is once.")
+            raise ValueError(f"tasks must differ, got {min(shared)} twice.")
         number = shots if own is None else own
         for task in loaded.values():
             if number is not None:
@@ -103,14 +108,14 @@ def _load(manager: Any, name: str) -> dict[str, Any]:
     except (MemoryError, KeyboardInterrupt):
         raise
     except Exception as error:  # what is raised differs with what is missing
-        said = shortened(" ".join(str(error).split()) or type(error).__name__, 200)
-        if isinstance(error, ConnectionError | TimeoutError) or " Hub" in said:
+        reason = shortened(" ".join(str(error).split()) or type(error).__name__, 200)
+        if isinstance(error, ConnectionError | TimeoutError) or " Hub" in reason:
             raise ValueError(
-                f"the data of the task {name} can't be had: {said}. It is fetched from the Hugging "
-                "Face hub once and read from its cache from then on; tasks of your own need none "
-                "(--include-path)."
+                f"the data of the task {name} can't be loaded: {reason}. It is fetched from the "
+                "Hugging Face hub once and read from its cache from then on; tasks of your own "
+                "need none (--include-path)."
             ) from error
-        raise ValueError(f"the task {name} can't be loaded: {said}") from error
+        raise ValueError(f"the task {name} can't be loaded: {reason}") from error
     if not loaded:
         raise ValueError(f"the task {name} is empty.")
     return loaded
@@ -125,23 +130,17 @@ def judge_tasks(
     batch_size: int = 16,
     solo: bool = False,
     progress: Progress | None = None,
-) -> dict[str, Any]:
-    """Answer the tasks under every policy; JSON-able.
+) -> TasksResult:
+    """Answer the tasks under every policy.
 
     Args:
-        subject: the model and its policies.
-        chosen: tasks.
-        store: of batches that have been computed.
-        limit: samples of each task, the first ones; None: all.
-        batch_size: prompts a batch.
+        limit: samples per task, the first ones; None: all.
+        batch_size: prompts per batch.
         solo: also answer every prompt alone, to see what sharing a batch does.
-        progress: told after every batch.
 
     Raises:
         ValueError: if the model can't be run on a task.
     """
-    from paceline.evaluation.task_results import described
-
     modes = {"batched": batch_size, **({"solo": 1} if solo and batch_size > 1 else {})}
     lm = PacelineLM(
         subject.model,
@@ -151,7 +150,7 @@ def judge_tasks(
         batch_size=batch_size,
     )
     lm.quiet = True
-    runs: dict[str, dict[str, _Run]] = {mode: {} for mode in modes}
+    runs: dict[str, dict[str, _TaskRun]] = {mode: {} for mode in modes}
     steps = _Steps(len(modes) * len(subject.policies), chosen, progress)
     fingerprint = subject.fingerprint()
     try:
@@ -164,34 +163,50 @@ def judge_tasks(
                 steps.end()
     finally:
         lm.pace.detach()
-    return {
-        "harness_version": version("lm_eval"),
-        "limit": limit,
-        "batch_size": batch_size,
-        "tasks": {name: {"shots": chosen.shots[name]} for name in chosen.leaves},
-        "modes": {
-            mode: {
-                "label": MODES[mode],
-                "policies": described(of_policy, runs.get("solo") if mode != "solo" else None),
-            }
-            for mode, of_policy in runs.items()
+    return TasksResult(
+        harness_version=version("lm_eval"),
+        limit=limit,
+        batch_size=batch_size,
+        tasks={name: {"shots": chosen.shots[name]} for name in chosen.leaves},
+        modes={
+            mode: TaskMode(
+                label=MODES[mode],
+                policies=_rows(by_policy, runs.get("solo") if mode != "solo" else None),
+            )
+            for mode, by_policy in runs.items()
         },
-    }
+    )
+
+
+def _rows(by_policy: Mapping[str, _TaskRun], alone: Mapping[str, _TaskRun] | None) -> list[TaskRow]:
+    """Compare every policy with none, and with the same run with every prompt alone, if given."""
+    base = by_policy[BASELINE]
+    return [
+        TaskRow(
+            name=name,
+            truncated_prompts=run.truncated,
+            harness=run.harness,
+            against_solo=alone and compare(run.scores, alone[name].scores),
+            **dict(compare(run.scores, base.scores)),
+            **dict(LoadShares.of(run.layers)),
+        )
+        for name, run in by_policy.items()
+    ]
 
 
 class _Steps:
-    """Tells how far a number of runs over the same tasks is, in requests."""
+    """Progress of several runs over the same tasks, in requests."""
 
     def __init__(self, runs: int, chosen: Chosen, tell: Progress | None) -> None:
         self._runs, self._chosen, self._tell = runs, chosen, tell
         self._run, self._done, self._what = -1, 0, ""
 
     def start(self, what: str) -> None:
-        """The next run begins."""
+        """Begin the next run."""
         self._run, self._done, self._what = self._run + 1, 0, what
 
     def add(self, requests: int) -> None:
-        """Some requests more are answered."""
+        """Add requests that have been answered."""
         if self._tell is None:
             return
         total = self._total()
@@ -199,13 +214,13 @@ class _Steps:
         self._tell(self._run * total + self._done, self._runs * total, self._what)
 
     def end(self) -> None:
-        """The run has ended."""
+        """End the run."""
         if self._tell is not None:
             total = self._total()
             self._tell((self._run + 1) * total, self._runs * total, self._what)
 
     def _total(self) -> int:
-        """Requests of one run."""
+        """Count the requests of one run."""
         return sum(len(task.instances) for task in self._chosen.tasks.values())
 
 
@@ -216,17 +231,16 @@ def _answer(
     fingerprint: str,
     limit: int | None,
     steps: _Steps,
-) -> _Run:
+) -> _TaskRun:
     from lm_eval.evaluator import evaluate
 
-    total = Tally()
+    seen: list[LayerLoads] = []
 
     def around(batch: list[Any], run: Run) -> list[Any]:
-        nonlocal total
-        found = judged(lm.pace, store, fingerprint, batch, lambda: {"answers": run()})
-        total += Tally.from_dict(found["tally"])
+        answers: list[Any]
+        answers, layers = run_or_read(lm.pace, store, fingerprint, batch, run)
+        seen.extend(layers)
         steps.add(len(batch) - 1)
-        answers: list[Any] = found["answers"]
         return answers
 
     lm.around_batch, lm.truncated = around, 0
@@ -242,9 +256,9 @@ def _answer(
     except AssertionError as error:  # how the harness says that a prompt doesn't fit
         raise ValueError(f"a task doesn't fit the model: {error or 'an empty text'}") from error
     samples = result["samples"]
-    return _Run(
+    return _TaskRun(
         {name: read_scores(name, leaves, samples) for name, leaves in chosen.leaves.items()},
-        total,
+        seen,
         lm.truncated,
         {
             task: {

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.analysis.cap_words import IN_ORDER
+from paceline.analysis.results import CapStudy, PlanResult
+from paceline.analysis.verdict import IN_ORDER
 from paceline.files import write_text
 from paceline.reporting.figures import layer_peaks, relative
 from paceline.reporting.load_map import load_map
@@ -68,25 +69,31 @@ def loads_page(result: Mapping[str, Any]) -> str:
     )
 
 
-def report_page(result: Mapping[str, Any]) -> str:
-    """Return the page of a trace, from a result of `cap_study`, with `planned` where it is known.
+def report_page(study: CapStudy, planned: PlanResult | None, more: Mapping[str, Any]) -> str:
+    """Return the page of a trace.
 
-    Its slider works on the result's own figures, which the page holds as JSON.
+    Its slider works on the study's own figures, which the page holds as JSON.
+
+    Args:
+        study: a result of `cap_study`.
+        planned: a result of `make_plan`, where there is one.
+        more: system information, the command, and where there are any: `sweep`, `plan_text`,
+            `plan_file` and `plan_link`.
     """
-    figures, swept = trace_figures(result), result.get("sweep")
+    figures, swept, result = trace_figures(study, planned), more.get("sweep"), study.to_dict()
     shown = figures if swept is None else {**figures, "sweep": sweep_figure(swept)}
-    gammas = sorted({way["gamma"] for way in result["ways"] if way["gamma"] is not None})
+    gammas = sorted({way.gamma for way in study.ways if way.gamma is not None})
     return render(
         "report.html.j2",
         shown,
-        title=f"Paceline: {result['model'] or result['trace']}",
-        results=result,
+        title=f"Paceline: {study.model or study.trace}",
+        results={**result, "planned": planned, **more},
         plots=list(figures),
         gammas=gammas,
         **sweep_values(swept),
         slider={
             "gammas": [*gammas, None],
-            "layers": result["layers"],
+            "layers": study.layers,
             "ways": result["ways"],
             "reference": IN_ORDER,
         },

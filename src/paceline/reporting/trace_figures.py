@@ -6,14 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.analysis.cap_words import IN_ORDER, PLACED, lost, way_of
-from paceline.files import whole_file
+from paceline.analysis.results import CapStudy, CapWay, PlanResult, loss
+from paceline.analysis.verdict import IN_ORDER, PLACED
+from paceline.files import atomic_file
 from paceline.reporting.figures import Figure, bars, layer_peaks, line, relative
 from paceline.reporting.load_map import load_map
 from paceline.reporting.style import ACCENT, AFTER, BEFORE, INK, axis, layout
 
 FORMATS = ("svg", "png")
-_LOOKS = {  # told apart by marker and dash too, not by colour alone
+_LOOKS = {  # distinct by marker and dash too, not by colour alone
     (IN_ORDER, "device"): (ACCENT, "circle", "solid"),
     (PLACED, "device"): ("#6a4fb3", "diamond", "dash"),
     (IN_ORDER, "expert"): ("#d08a1d", "square", "dot"),
@@ -22,7 +23,7 @@ _LOOKS = {  # told apart by marker and dash too, not by colour alone
 _HOVER = ", %{customdata}<br>%{y:.3f}×, %{x:.2f}% lost"
 
 
-def trace_figures(result: Mapping[str, Any]) -> dict[str, Figure]:
+def trace_figures(study: CapStudy, planned: PlanResult | None = None) -> dict[str, Figure]:
     """Draw the figures of a result of `cap_study`: name -> dictionary of "data" and "layout".
 
     `map` and `map_placed` are the loads of every expert, `layers` the busiest device of every
@@ -30,25 +31,24 @@ def trace_figures(result: Mapping[str, Any]) -> dict[str, Figure]:
     the planner's own frontier, where there is one.
     """
     figures: dict[str, Figure] = {}
-    loads = result["loads"]["layers"]
-    names = result["layers"]
-    if len({layer["experts"] for layer in loads}) == 1:  # one map needs one number of experts
-        table = {"": [relative(layer["expert_loads"]) for layer in loads]}
+    loads = study.loads.layers
+    if len({layer.experts for layer in loads}) == 1:  # one map needs one number of experts
+        table = {"": [relative(layer.expert_loads) for layer in loads]}
         for name, placement in (("map", IN_ORDER), ("map_placed", PLACED)):
-            if placement in result["expert_to_device"]:
-                figures[name] = load_map(table, result["expert_to_device"][placement], names)
-    plain = {p: way_of(result, p, None, None) for p in result["expert_to_device"]}
-    peaks = {f"experts {p}": [x["busiest_device"] for x in w["layers"]] for p, w in plain.items()}
-    figures["layers"] = layer_peaks(names, peaks, x_title="")
+            if placement in study.expert_to_device:
+                figures[name] = load_map(table, study.expert_to_device[placement], study.layers)
+    plain = {placement: study.way(placement) for placement in study.expert_to_device}
+    peaks = {f"experts {p}": [x.busiest_device for x in way.layers] for p, way in plain.items()}
+    figures["layers"] = layer_peaks(study.layers, peaks, x_title="")
     figures["devices"] = _devices({p: device_loads(way) for p, way in plain.items()})
-    if result["keep"]:
-        figures["frontier"] = _frontier(result)
-    if result.get("planned"):
-        figures["planned"] = _planned(result["planned"])
+    if study.keep:
+        figures["frontier"] = _frontier(study)
+    if planned is not None:
+        figures["planned"] = _planned(planned)
     return figures
 
 
-def plotly_figures(result: Mapping[str, Any]) -> dict[str, Any]:
+def plotly_figures(study: CapStudy, planned: PlanResult | None = None) -> dict[str, Any]:
     """Return the figures as `plotly.graph_objects.Figure`, to show and change in a notebook.
 
     >>> from paceline.analysis.cap_study import cap_study
@@ -58,20 +58,24 @@ def plotly_figures(result: Mapping[str, Any]) -> dict[str, Any]:
     """
     import plotly.graph_objects as go
 
-    return {name: go.Figure(figure) for name, figure in trace_figures(result).items()}
+    return {name: go.Figure(figure) for name, figure in trace_figures(study, planned).items()}
 
 
 def write_figures(
-    result: Mapping[str, Any], folder: Path, formats: Sequence[str] = FORMATS
+    study: CapStudy,
+    folder: Path,
+    formats: Sequence[str] = FORMATS,
+    planned: PlanResult | None = None,
 ) -> list[Path]:
     """Write every figure as NAME.svg and NAME.png, readable by their owner only.
 
     Plotly draws them with kaleido, which needs a Chrome or Chromium on the machine.
 
     Args:
-        result: of `cap_study`.
+        study: a result of `cap_study`.
         folder: made where it isn't there.
         formats: of `FORMATS`.
+        planned: a result of `make_plan`, where there is one.
 
     Raises:
         ImportError: if kaleido isn't installed.
@@ -89,26 +93,22 @@ def write_figures(
         ) from None
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     written = []
-    for name, figure in plotly_figures(result).items():
+    for name, figure in plotly_figures(study, planned).items():
         for kind in formats:
             try:
                 drawn = figure.to_image(format=kind, width=1100, height=figure.layout.height)
             except RuntimeError as error:
                 raise ValueError(f"no figure can be drawn: {error}") from None
             path = folder / f"{name}.{kind}"
-            with whole_file(path) as file:
+            with atomic_file(path) as file:
                 file.write_bytes(drawn)
             written.append(path)
     return written
 
 
-def device_loads(way: Mapping[str, Any]) -> list[float]:
-    """Add up the rows of each device over all layers, [devices].
-
-    >>> device_loads({"layers": [{"device_loads": [1, 2]}, {"device_loads": [3, 4]}]})
-    [4, 6]
-    """
-    return [sum(loads) for loads in zip(*(x["device_loads"] for x in way["layers"]), strict=True)]
+def device_loads(way: CapWay) -> list[float]:
+    """Add up the rows of each device over all layers, [devices]."""
+    return [sum(loads) for loads in zip(*(x.device_loads for x in way.layers), strict=True)]
 
 
 def _devices(loads: Mapping[str, Sequence[float]]) -> Figure:
@@ -129,45 +129,41 @@ def _devices(loads: Mapping[str, Sequence[float]]) -> Figure:
     )
 
 
-def _frontier(result: Mapping[str, Any]) -> Figure:
+def _frontier(study: CapStudy) -> Figure:
     """Draw gain in rows to wait for against the loss, a line per unit and placement."""
     data = []
     for (placement, unit), look in _LOOKS.items():
-        ways = [
-            w for w in result["ways"] if w["placement"] == placement and w["unit"] in (unit, None)
-        ]
-        ways.sort(key=lambda w: (lost(w), -(w["gamma"] or 99)))
+        ways = [w for w in study.ways if w.placement == placement and w.unit in (unit, None)]
+        ways.sort(key=lambda way: (loss(way), -(way.gamma or 99)))
         if ways:
-            labels = ["no cap" if w["gamma"] is None else f"{w['gamma']:g} × mean" for w in ways]
-            name, gains = f"cap per {unit}, experts {placement}", [w["gain"] for w in ways]
-            shares = [round(100 * lost(w), 4) for w in ways]
+            labels = ["no cap" if w.gamma is None else f"{w.gamma:g} × mean" for w in ways]
+            name, gains = f"cap per {unit}, experts {placement}", [w.gain for w in ways]
+            shares = [round(100 * loss(way), 4) for way in ways]
             data.append(line(name, shares, gains, look, name + _HOVER, labels))
-    if result["plan"] is not None:
-        plan = result["plan"]
+    if study.plan is not None:
         data.append(
             {
                 "type": "scatter",
                 "mode": "markers",
                 "name": "the plan",
-                "x": [100 * lost(plan)],
-                "y": [plan["gain"]],
+                "x": [100 * loss(study.plan)],
+                "y": [study.plan.gain],
                 "marker": {"size": 16, "symbol": "star", "color": BEFORE},
             }
         )
-    unknown = any(way["gate_mass_lost"] is None for way in result["ways"])
+    unknown = any(way.gate_mass_lost is None for way in study.ways)
     return _against(data, "assignments" if unknown else "gate mass", "rows to wait for: gain")
 
 
-def _planned(planned: Mapping[str, Any]) -> Figure:
+def _planned(planned: PlanResult) -> Figure:
     """Draw the planner's frontier: modelled time against gate mass, caps chosen layer by layer."""
-    part = planned["other_trace"] or planned["second_half"]
     data = []
     for base, placement in (("in_order", IN_ORDER), ("placed", PLACED)):
-        points = [p for p in part["frontier"] if p["placement"] == base]
-        points.sort(key=lambda p: p["budget"])
-        labels = [f"chosen to lose {100 * p['budget']:g}%" for p in points]
-        name, gains = f"experts {placement}", [1 + p["gain"] for p in points]
-        shares = [round(100 * lost(p), 4) for p in points]
+        points = [point for point in planned.deciding.frontier if point.placement == base]
+        points.sort(key=lambda point: point.budget)
+        labels = [f"chosen to lose {100 * point.budget:g}%" for point in points]
+        name, gains = f"experts {placement}", [1 + point.gain for point in points]
+        shares = [round(100 * loss(point), 4) for point in points]
         data.append(line(name, shares, gains, _LOOKS[placement, "device"], name + _HOVER, labels))
     return _against(data, "gate mass", "MoE layers, modelled: gain")
 

@@ -1,8 +1,8 @@
-"""Which experts `max_active` lets a device read: tables that never change, exact sums of weights.
+"""The policy's `max_active`: how many experts each device may read, and exact sums of weights.
 
-Sums of floats depend on their order, and so on the backend and on who shares a batch. Weights are
-therefore taken as multiples of a power of two so small that it hardly ever rounds a float32, and
-added up as integers.
+Sums of floats depend on their order, and so on the backend and on the rest of the batch. Weights
+are therefore taken as multiples of a power of two, so small that it hardly ever rounds a float32,
+and added up as integers.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import numpy as np
 from torch import Tensor
 
 from paceline.placement import ExpertPlacement
-from paceline.routing.capacity import MAX_TOKENS
+from paceline.routing.limits import MAX_TOKENS
 
 WEIGHT_LIMIT = 128.0
-"""Weights count as at most this, either way; routers scale theirs to 16 at most. NaN counts 0."""
+"""Weights are clamped to +-this; routers scale theirs to 16 at most. NaN counts as 0."""
 
 
 def most_active(max_active: int | float, hosted: int) -> int:
-    """How many of the experts that a device hosts it may read, exact.
+    """Return how many of its experts a device may read, exact.
 
     Args:
         max_active: of the policy, experts or a share of those hosted.
-        hosted: experts of the device.
+        hosted: number of experts on the device.
 
     >>> most_active(0.5, 5), most_active(2, 5)
     (3, 2)
@@ -37,11 +37,11 @@ def most_active(max_active: int | float, hosted: int) -> int:
 
 
 class Hosts:
-    """The devices that host any expert. Made by `hosts_of`, which keeps it.
+    """The devices that host any expert. Made and cached by `hosts_of`.
 
     Attributes:
         experts: [hosts, most] their experts, ascending; E where a device has no more.
-        places: [hosts] how many of them may get any token.
+        places: [hosts] number of them that may get any token.
         most: experts of the largest device.
     """
 
@@ -57,16 +57,16 @@ class Hosts:
 
 @lru_cache(maxsize=256)
 def hosts_of(placement: ExpertPlacement, max_active: int | float) -> Hosts:
-    """The devices under this placement, and how many experts each may read."""
+    """Return the devices of a placement and how many experts each may read."""
     return Hosts(placement, max_active)
 
 
 def weight_unit(tokens_needed: int, k: int) -> float:
-    """How many units a weight of 1 is: sums over fewer than so many tokens stay below 2 ** 62.
+    """Return the number of units in a weight of 1, such that sums stay below 2 ** 62.
 
     Args:
-        tokens_needed: the fewest tokens of a forward that max_active doesn't rule.
-        k: experts a token.
+        tokens_needed: fewest tokens of a forward to which max_active doesn't apply.
+        k: experts per token.
 
     >>> weight_unit(64, 8) == 2.0**45
     True
@@ -76,12 +76,12 @@ def weight_unit(tokens_needed: int, k: int) -> float:
 
 
 def rows_spared(max_active: int | float | None, placement: ExpertPlacement | None, k: int) -> int:
-    """So few rows that they can't want more experts of any device than it may read.
+    """Return the most rows that can't choose more experts of any device than it may read.
 
     Args:
         max_active: of the policy.
         placement: of the experts; None: every expert is a device of its own.
-        k: experts a token.
+        k: experts per token.
 
     >>> rows_spared(6, ExpertPlacement.contiguous(16, 2), k=2)
     3
@@ -93,7 +93,7 @@ def rows_spared(max_active: int | float | None, placement: ExpertPlacement | Non
 
 
 class Limits:
-    """How many experts each device may read, for a look at a choice on the host.
+    """The number of experts that each device may read, to check a choice on the host.
 
     Args:
         placement: of the experts.
@@ -106,9 +106,9 @@ class Limits:
         self._fewest = min((most for most in self._places.tolist() if most), default=0)
 
     def keep(self, ids: Tensor) -> bool:
-        """Whether no device has to read more than it may for `ids` [tokens, k] int64, on a CPU.
+        """Return True if no device exceeds its limit for `ids` [tokens, k] int64, on a CPU.
 
-        All tokens count. False too where an id is no expert's: routing knows what that means.
+        All tokens count. Also False where an id is no expert's, which only routing handles.
 
         >>> from torch import tensor
         >>> Limits(ExpertPlacement.contiguous(4, 2), 1).keep(tensor([[0, 2], [1, 2]]))
@@ -129,5 +129,5 @@ class Limits:
 
 @lru_cache(maxsize=256)
 def limits_of(placement: ExpertPlacement, max_active: int | float) -> Limits:
-    """The limits under this placement."""
+    """Return the limits under this placement."""
     return Limits(placement, max_active)

@@ -1,4 +1,4 @@
-"""What routing needs to know of one layer's tokens, checked."""
+"""Inputs of routing for the tokens of one layer, and their checks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _FLAGS = (torch.bool,)
 _NAMES = {
     _INTEGERS: "an integer dtype",
-    _FLOATS: "float32, bfloat16, float16 or float64",
-    _FLAGS: "bool",
+    _FLOATS: "dtype float32, bfloat16, float16 or float64",
+    _FLAGS: "dtype bool",
 }
 
 
 @dataclass(frozen=True, eq=False)
 class RoutingInputs:
-    """The model's choice for every token, and what else decides who stays.
+    """The model's choice for every token, and all else that routing depends on.
 
     All tensors are on one device.
 
@@ -37,20 +37,20 @@ class RoutingInputs:
             is no assignment.
         topk_weights: [tokens, k] combine weights of the model, after its own scaling.
         scores: [tokens, experts] gate scores before renormalisation and scaling, taken as float32.
-        topk_scores: [tokens, k] scores of the chosen experts alone, where the rest is not known.
+        topk_scores: [tokens, k] scores of the chosen experts, if the others are not known.
         valid: [tokens] bool, False for padding; None: every token is real.
         token_source: [tokens] device on which a token lives, in [0, devices).
         token_request: [tokens] any integer label of the request that a token belongs to.
         token_priority: [tokens] small integers, higher is kept first, clamped to [-128, 127].
         token_decode: [tokens] bool, True where a token is being generated (not prompt).
-        expert_norms: norm of what dropping an assignment leaves, for keep="contribution": [experts]
-            the mean of each expert, or [tokens, experts] what is expected of each assignment.
-        num_experts: experts of the layer, where neither scores nor a placement tell.
+        expert_norms: norm of what dropping an assignment leaves out, for keep="contribution":
+            [experts] mean of each expert, or [tokens, experts] the value expected per assignment.
+        num_experts: experts of the layer; needed with neither scores nor a placement.
         layer: index of the layer; with `step` it varies keep="random".
         step: number of the forward, an int or a 0-d integer tensor on the tokens' device.
 
     Raises:
-        ValueError: naming what has another type, dtype, shape or device than is allowed.
+        ValueError: naming the field whose type, dtype, shape or device is wrong.
 
     Examples:
         >>> ids, weights = torch.tensor([[1, 0]]), torch.tensor([[0.7, 0.3]])
@@ -78,7 +78,7 @@ class RoutingInputs:
             raise _no_tensor("topk_ids", ids)
         shape, device = ids.shape, ids.device
         if len(shape) != 2 or shape[1] < 1:
-            raise ValueError(f"topk_ids has shape {list(shape)}: allowed is [tokens, k], k >= 1.")
+            raise ValueError(f"topk_ids must have shape [tokens, k], k >= 1, got {list(shape)}")
         if ids.dtype not in _WIDE:
             object.__setattr__(self, "topk_ids", expert_ids(ids))
         _check("topk_weights", self.topk_weights, shape, _FLOATS, device)
@@ -86,7 +86,7 @@ class RoutingInputs:
         if scores is not None:
             if isinstance(scores, Tensor) and (scores.dim() != 2 or scores.shape[0] != shape[0]):
                 raise ValueError(
-                    f"scores has shape {list(scores.shape)}: allowed is [{shape[0]}, experts]."
+                    f"scores must have shape [{shape[0]}, experts], got {list(scores.shape)}"
                 )
             _check("scores", scores, None, _FLOATS, device)
         if self.topk_scores is not None:
@@ -103,17 +103,17 @@ class RoutingInputs:
             _check("token_decode", self.token_decode, shape[:1], _FLAGS, device)
         if self.expert_norms is not None:
             _check("expert_norms", self.expert_norms, None, _FLOATS, device)
-            said = self.expert_norms.shape
-            if len(said) != 1 and (len(said) != 2 or said[0] != shape[0]):
+            norms = self.expert_norms.shape
+            if len(norms) != 1 and (len(norms) != 2 or norms[0] != shape[0]):
                 raise ValueError(
-                    f"expert_norms has shape {list(said)}: allowed is [experts] or "
-                    f"[{shape[0]}, experts]."
+                    f"expert_norms must have shape [experts] or [{shape[0]}, experts], got "
+                    f"{list(norms)}"
                 )
         if not (self.num_experts is None and type(self.layer) is type(self.step) is int):
             self._check_numbers()
 
     def _check_numbers(self) -> None:
-        """The fields that are no tensors; whole numbers of other libraries become Python's."""
+        """Check the fields that are no tensors; integers of other libraries become Python's."""
         for name, value in (
             ("num_experts", self.num_experts), ("layer", self.layer), ("step", self.step)
         ):  # fmt: skip
@@ -122,22 +122,22 @@ class RoutingInputs:
             if name == "step" and isinstance(value, Tensor):
                 if value.dim() or value.dtype not in _INTEGERS:
                     raise ValueError(
-                        f"step has shape {list(value.shape)} and dtype {value.dtype}: "
-                        "allowed is a whole number, or a tensor with one."
+                        "step must be a whole number or a tensor with one, got shape "
+                        f"{list(value.shape)} and dtype {value.dtype}"
                     )
                 continue
             number = whole_number(value)
             if number is None:
-                raise ValueError(f"{name}={value!r} is not allowed: it is a whole number.")
+                raise ValueError(f"{name} must be a whole number, got {value!r}")
             object.__setattr__(self, name, number)
         if self.num_experts is not None and self.num_experts < 1:
-            raise ValueError(f"num_experts={self.num_experts} is not allowed: it is at least 1.")
+            raise ValueError(f"num_experts must be at least 1, got {self.num_experts}")
 
     def experts(self, placement: ExpertPlacement | None = None) -> int:
-        """Number of experts E, from whichever of placement, scores and num_experts tell.
+        """Return the number of experts E, from placement, scores, expert_norms or num_experts.
 
         Raises:
-            ValueError: where none tells, or two disagree.
+            ValueError: if there is none of them, or two disagree.
         """
         known: dict[str, int] = {}
         if placement is not None:
@@ -150,23 +150,23 @@ class RoutingInputs:
             known["num_experts"] = self.num_experts
         if not known:
             raise ValueError(
-                "the number of experts is unknown: give scores, a placement or num_experts."
+                "the number of experts is unknown: pass scores, a placement or num_experts."
             )
         if len(set(known.values())) > 1:
-            said = ", ".join(f"{name} says {count}" for name, count in known.items())
-            raise ValueError(f"the number of experts is not the same everywhere: {said}.")
+            counts = ", ".join(f"{count} from {name}" for name, count in known.items())
+            raise ValueError(f"the number of experts must be the same everywhere, got {counts}")
         return next(iter(known.values()))
 
 
 def expert_ids(ids: Tensor) -> Tensor:
-    """Expert ids in a dtype that holds the number of experts too, as uint8 doesn't hold 256.
+    """Return ids in a dtype that also holds the number of experts, as uint8 doesn't hold 256.
 
     Args:
         ids: any shape, any integer dtype.
 
     Returns:
-        The same tensor if it is int32 or int64, else int64; beyond that (uint64) negative, which
-        is no expert either.
+        The same tensor if it is int32 or int64, else int64; ids beyond int64 (uint64) become
+        negative, which is no expert either.
 
     Raises:
         ValueError: if it is no tensor of integers.
@@ -176,12 +176,12 @@ def expert_ids(ids: Tensor) -> Tensor:
     if ids.dtype in _WIDE:
         return ids
     if ids.dtype not in _INTEGERS:
-        raise ValueError(f"topk_ids has dtype {ids.dtype}: allowed is an integer dtype.")
+        raise ValueError(f"topk_ids must have an integer dtype, got {ids.dtype}")
     return ids.to(torch.int64)
 
 
 def static(size: int) -> int:
-    """A size that a compiler shall take as a constant: k and E, never the number of tokens."""
+    """Return a size as a constant for a compiler: k and E, never the number of tokens."""
     return operator.index(size)
 
 
@@ -192,16 +192,16 @@ def _check(
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> None:
-    """Refuse what is no tensor of this shape (None: any), one of these dtypes, on this device."""
+    """Check that it is a tensor of this shape (None: any) and device, and one of these dtypes."""
     if not isinstance(tensor, Tensor):
         raise _no_tensor(name, tensor)
     if shape is not None and tensor.shape != shape:
-        raise ValueError(f"{name} has shape {list(tensor.shape)}: allowed is {list(shape)}.")
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
     if tensor.dtype not in dtypes:
-        raise ValueError(f"{name} has dtype {tensor.dtype}: allowed is {_NAMES[dtypes]}.")
+        raise ValueError(f"{name} must have {_NAMES[dtypes]}, got {tensor.dtype}")
     if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}: allowed is {device}, as topk_ids.")
+        raise ValueError(f"{name} must be on {device} like topk_ids, got {tensor.device}")
 
 
 def _no_tensor(name: str, value: Any) -> ValueError:
-    return ValueError(f"{name} is a {type(value).__name__}: allowed is a torch tensor.")
+    return ValueError(f"{name} must be a torch tensor, got {type(value).__name__}")

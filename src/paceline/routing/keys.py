@@ -1,7 +1,7 @@
 """Floats and hashes as integer keys, where a smaller key is kept first.
 
-Integers make the order total and the same on every backend: float comparisons leave NaN and -0.0
-to the backend's taste.
+Integers make the order total and the same on every backend, where comparisons of floats differ for
+NaN and -0.0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ KEY_BITS = 32
 
 
 def descending_key(values: Tensor) -> Tensor:
-    """Integers in [0, 2 ** 32) that are smaller where the float is larger.
+    """Map floats to integers in [0, 2 ** 32) that are smaller where the float is larger.
 
     -0.0 equals 0.0, and NaN comes last, after -inf.
 
@@ -35,7 +35,7 @@ def descending_key(values: Tensor) -> Tensor:
 
 
 def random_hash(seed: int, layer: int, step: int | Tensor, rank: Tensor, expert: Tensor) -> Tensor:
-    """A 32-bit hash of the five, as int64 in [0, 2 ** 32), alike on every backend.
+    """Hash the five values to int64 in [0, 2 ** 32), identically on every backend.
 
     The mixing step is lowbias32 (Ellis and Wellons, "hash-prospector").
     """

@@ -1,4 +1,4 @@
-"""Which tokens share one budget, and how many valid tokens each pool has."""
+"""Pools: the tokens that share one budget."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TokenPools:
     rows: int
 
     def count_of(self, flags: Tensor) -> Tensor:
-        """[count] int64 valid tokens of each pool that are in `flags` [tokens] bool."""
+        """Count the valid tokens of each pool that are in `flags` [tokens] bool: [count] int64."""
         flags = flags if self.valid is None else flags & self.valid
         if self.of_token is None:
             return flags.sum().reshape(1)
@@ -44,7 +44,7 @@ class TokenPools:
         return self.sizes.sum()
 
     def rank(self) -> Tensor:
-        """[tokens] int64 index of a token among its pool's valid tokens; anything for padding."""
+        """Return [tokens] int64 index of a token among its pool's valid tokens; any for padding."""
         if self.of_token is None:
             if self.valid is None:
                 return torch.arange(self.rows, device=self.sizes.device)
@@ -57,7 +57,7 @@ class TokenPools:
 
 
 def token_pools(inputs: RoutingInputs, pool: Pool, num_devices: int) -> TokenPools:
-    """The pools of these tokens: one, one a source device, or one a request.
+    """Return the pools of these tokens: one, one per source device, or one per request.
 
     Requests may have any labels; pool i is the i-th smallest label among the valid tokens, and
     there are as many pools as rows, so that shapes don't depend on data.
@@ -86,7 +86,7 @@ def token_pools(inputs: RoutingInputs, pool: Pool, num_devices: int) -> TokenPoo
 
 
 def token_devices(inputs: RoutingInputs, num_devices: int, needed_by: str) -> Tensor:
-    """[tokens] int64 device on which each token lives, in [0, num_devices); 0 for padding.
+    """Return the [tokens] int64 device of each token, in [0, num_devices); 0 for padding.
 
     Raises:
         ValueError: if `token_source` is missing, or (where looking costs no sync) out of range;
@@ -104,16 +104,16 @@ def token_devices(inputs: RoutingInputs, num_devices: int, needed_by: str) -> Te
     if source.device.type == "cpu" and not torch.compiler.is_compiling():
         if not allowed:
             raise ValueError(
-                f"token_source goes from {source.min()} to {source.max()}: "
-                f"a device is from 0 to {num_devices - 1}."
+                f"token_source must be from 0 to {num_devices - 1}, got {source.min()} to "
+                f"{source.max()}"
             )
     else:
-        torch._assert_async(allowed, f"token_source is outside 0 to {num_devices - 1}")
+        torch._assert_async(allowed, f"token_source must be from 0 to {num_devices - 1}")
     return source.clamp(0, num_devices - 1)
 
 
 def position_in_run(ordered: Tensor) -> Tensor:
-    """[n] int32: index of each element, fewer than 2 ** 31, in its run of equal neighbours."""
+    """Return [n] int32: index of each of n < 2 ** 31 elements in its run of equal neighbours."""
     position = torch.arange(ordered.shape[0], device=ordered.device, dtype=torch.int32)
     starts = torch.ones_like(ordered, dtype=torch.bool)
     starts[1:] = ordered[1:] != ordered[:-1]
@@ -121,7 +121,7 @@ def position_in_run(ordered: Tensor) -> Tensor:
 
 
 def _dense(labels: Tensor, valid: Tensor | None) -> Tensor:
-    """[n] labels -> their rank among the distinct labels of valid tokens; padding comes last."""
+    """Rank [n] labels among the distinct labels of valid tokens; padding comes last."""
     if valid is not None:
         labels = torch.where(valid, labels, torch.iinfo(torch.int64).max)
     ordered, order = torch.sort(labels, stable=True)

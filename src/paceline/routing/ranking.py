@@ -1,19 +1,30 @@
-"""How assignments are ranked: every `keep` as an integer key, where a smaller key is kept first."""
+"""Ranking of assignments: priority classes and the policy's `keep` as integer keys.
+
+A smaller key is kept first; priority is compared before `keep`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from paceline.keeps import KEEP_ALIASES, KEEPS, REGISTERED
-from paceline.policy import CapacityPolicy
-from paceline.routing.candidates import Candidates
+from paceline.policy import KEEP_ALIASES, KEEPS, REGISTERED, CapacityPolicy
+from paceline.routing.assignment import Candidates
 from paceline.routing.inputs import RoutingInputs
 from paceline.routing.keys import KEY_BITS, descending_key, random_hash
 
 KeepRanking = Callable[[RoutingInputs], Tensor]
+
+PROTECTED, NORMAL, DROPPED_FIRST = 2, 0, -2
+"""Classes that engines give tokens: room is left between them for a user's own."""
+
+PRIORITY_BITS = 9
+"""Priority keys lie in [0, 2 ** PRIORITY_BITS)."""
+
+_HIGHEST = 127
+_DECODE = _HIGHEST + 1
 
 
 def register_keep(name: str, ranking: KeepRanking) -> None:
@@ -34,10 +45,10 @@ def register_keep(name: str, ranking: KeepRanking) -> None:
     taken = (*KEEPS, *KEEP_ALIASES)
     if not isinstance(name, str) or name in taken or not name.isidentifier():
         others = ", ".join(taken)
-        raise ValueError(f"name={name!r} is not allowed: it is an identifier other than {others}.")
+        raise ValueError(f"name must be an identifier other than {others}, got {name!r}")
     if not callable(ranking):
         raise ValueError(
-            f"ranking of keep={name!r} is a {type(ranking).__name__}: allowed is a function."
+            f"ranking of keep={name!r} must be a function, got {type(ranking).__name__}"
         )
     REGISTERED[name] = ranking
 
@@ -45,12 +56,12 @@ def register_keep(name: str, ranking: KeepRanking) -> None:
 def ranking_key(
     policy: CapacityPolicy, candidates: Candidates, pool_rank: Callable[[], Tensor]
 ) -> Tensor:
-    """Key of each candidate under the policy's `keep`; ties go by token, then by slot.
+    """Return the key of each candidate under the policy's `keep`; ties go by token, then by slot.
 
     Args:
-        policy: whose `keep` ranks.
+        policy: with `keep`.
         candidates: that compete.
-        pool_rank: gives [tokens] the index of a token among its pool's valid tokens.
+        pool_rank: returns [tokens] the index of a token among its pool's valid tokens.
 
     Returns:
         [tokens, slots] int64 in [0, 2 ** 32), smaller is kept first.
@@ -79,18 +90,18 @@ def ranking_key(
         return (1 << KEY_BITS) - 1 - hashed
     values, shape = REGISTERED[policy.keep](inputs), inputs.topk_ids.shape
     if not isinstance(values, Tensor) or not values.is_floating_point():
-        said = values.dtype if isinstance(values, Tensor) else type(values).__name__
-        raise ValueError(f"keep={policy.keep!r} ranks by a {said}: allowed is a float tensor.")
+        kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
+        raise ValueError(f"keep={policy.keep!r} must rank by a float tensor, got {kind}")
     if values.shape != shape:
         raise ValueError(
-            f"keep={policy.keep!r} ranks by shape {list(values.shape)}: "
-            f"allowed is [tokens, k] = {list(shape)}."
+            f"keep={policy.keep!r} must rank by shape [tokens, k] = {list(shape)}, got "
+            f"{list(values.shape)}"
         )
     return descending_key(values)
 
 
 def require_scores(scores: Tensor | None) -> Tensor:
-    """The scores that keep="score" ranks by; ValueError if there are none."""
+    """Return the scores that keep="score" ranks by; raise a ValueError if there are none."""
     if scores is None:
         raise ValueError(
             'keep="score" needs scores or topk_scores; keep="weight" ranks by the combine weights.'
@@ -99,7 +110,7 @@ def require_scores(scores: Tensor | None) -> Tensor:
 
 
 def contributions(candidates: Candidates) -> Tensor:
-    """[tokens, slots] float32 combine weights times the norms of what dropping leaves.
+    """Return [tokens, slots] float32 combine weights times the norms of what dropping leaves out.
 
     Raises:
         ValueError: if the inputs have no norms.
@@ -113,3 +124,50 @@ def contributions(candidates: Candidates) -> Tensor:
     ids = candidates.safe_ids
     known = norms[ids] if norms.dim() == 1 else norms.gather(1, ids)
     return candidates.weights.float() * known.float()
+
+
+def token_priorities(
+    policy: CapacityPolicy,
+    modality: Mapping[str, Tensor] | None = None,
+    position: Tensor | None = None,
+) -> Tensor | None:
+    """Return the priority classes that a policy gives tokens, for `RoutingInputs.token_priority`.
+
+    Args:
+        policy: with `drop_first` and `protect_first`.
+        modality: name -> [tokens] bool, True for tokens of that modality; a token of none is text.
+        position: [tokens] int64 position of each token in its sequence.
+
+    Returns:
+        [tokens] int64, or None where all are alike.
+    """
+    priority: Tensor | None = None
+    if policy.drop_first and modality:
+        other = torch.stack(list(modality.values())).any(0)
+        members = {**modality, "text": modality.get("text", ~other)}
+        dropped = [members[name] for name in policy.drop_first if name in members]
+        if dropped:
+            priority = torch.where(torch.stack(dropped).any(0), DROPPED_FIRST, NORMAL)
+    if policy.protect_first and position is not None:
+        base = torch.zeros_like(position) if priority is None else priority
+        priority = torch.where(position < policy.protect_first, PROTECTED, base)
+    return priority
+
+
+def priority_key(inputs: RoutingInputs, policy: CapacityPolicy) -> Tensor | None:
+    """Return [tokens] int64 in [0, 2 ** 9), smaller is kept first; None if all tokens are alike.
+
+    Decode tokens come before every priority under phase="prefill".
+    """
+    decode = inputs.token_decode if policy.phase == "prefill" else None
+    priority = inputs.token_priority
+    if priority is None and decode is None:
+        return None
+    rows = inputs.topk_ids
+    if priority is None:
+        classes = torch.zeros(rows.shape[0], dtype=torch.int64, device=rows.device)
+    else:
+        classes = priority.long().clamp(-_HIGHEST - 1, _HIGHEST)
+    if decode is not None:
+        classes = torch.where(decode, _DECODE, classes)
+    return _DECODE - classes  # from 0 to 2 * 128

@@ -1,4 +1,4 @@
-"""Loads of one MoE layer, accumulated on the device and read when asked for."""
+"""Loads of one MoE layer, accumulated over forwards and read when asked for."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.balance import straggler_loss
+from paceline.balance import Peaks, share, straggler_loss
 from paceline.placement import ExpertPlacement
-from paceline.routing.assignment import Assignment, count_experts
-from paceline.routing.host_tally import Tally, on_host, tally
+from paceline.routing.assignment import (
+    Assignment,
+    ForwardCounts,
+    count_experts,
+    count_on_host,
+    on_host,
+)
 from paceline.routing.inputs import expert_ids
 from paceline.routing.layer_stats import LayerStats
+from paceline.routing.limits import INT64_MAX
 
 _FLUSH_FORWARDS, _FLUSH_ROWS = 256, 1 << 16
 """Uncapped forwards are counted in bulk: a decode step then costs one list append."""
@@ -23,16 +29,15 @@ _COUNTS = (
     "forwards", "capped", "narrowed", "tokens", "dropped", "extras", "tokens_without_expert"
 )  # fmt: skip
 _PEAKS = ("device_before", "device_after", "expert_before", "expert_after")
-_SUMS = ("tokens", *_PEAKS, "mass", "mass_kept")
 
 
 class LoadAccumulator:
-    """Adds up the loads of one layer over forwards, of any number of threads at once.
+    """Sum of the loads of one layer over forwards; any number of threads may add to it.
 
     Args:
         name: of the layer.
-        placement: expert -> device; every expert a device where the user gave none.
-        k: experts a token.
+        placement: expert -> device.
+        k: experts per token.
         device: where the counts are kept.
 
     Attributes:
@@ -45,35 +50,44 @@ class LoadAccumulator:
         self.name, self.placement, self.k = name, placement, k
         self.min_expert_load: float | None = None
         self._device = torch.device(device)
-        # Taken by all that reads or writes a count, but for what a compiler traces.
+        # Held wherever a count is read or written, except in code that a compiler traces.
         self._lock = threading.Lock()
         with torch.inference_mode(False):  # counts go on outside of it
             self._device_of = torch.tensor(placement.expert_to_device, device=device)
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Set all counts to zero."""
         experts, device = self.placement.num_experts, self._device
         with self._lock, torch.inference_mode(False):
             self._loads = torch.zeros((2, experts), dtype=torch.int64, device=device)
             self._counts = torch.zeros(len(_COUNTS), dtype=torch.int64, device=device)
-            self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
+            self._busiest = torch.zeros(len(_PEAKS), dtype=torch.int64, device=device)
+            self._mass = torch.zeros(2, dtype=torch.float64, device=device)  # all, and kept
             self._distance = torch.zeros(2, dtype=torch.float64, device=device)  # sum, of how many
             self._worst = torch.zeros(len(_PEAKS), dtype=torch.float64, device=device)
             devices = self.placement.num_devices  # and the device with the most, in each forward
             self._active = torch.zeros((2, devices + 1), dtype=torch.int64, device=device)
             self._pending: list[tuple[Tensor, Tensor | None]] = []
             self._pending_rows = 0
-            self._whole: list[Tensor] = []  # gate mass of those that max_active left whole
-            self._tallied: list[Tally] = []  # of routed forwards, on a CPU
+            self._whole: list[Tensor] = []  # gate mass of forwards that max_active left whole
+            self._counted: list[ForwardCounts] = []  # routed forwards on a CPU
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy starts with: counts of its own, all of one moment."""
+        """Return the state of a copy: its own counts, all of one moment."""
         with self._lock, torch.inference_mode(False):
             state = {name: value for name, value in vars(self).items() if name != "_lock"}
-            for name in ("_loads", "_counts", "_sums", "_worst", "_active", "_distance"):
+            for name in (
+                "_loads",
+                "_counts",
+                "_busiest",
+                "_mass",
+                "_worst",
+                "_active",
+                "_distance",
+            ):
                 state[name] = state[name].clone()
-            for name in ("_pending", "_whole", "_tallied"):
+            for name in ("_pending", "_whole", "_counted"):
                 state[name] = list(state[name])
         return state
 
@@ -88,7 +102,8 @@ class LoadAccumulator:
         Args:
             topk_ids: [tokens, k] expert ids, any integer dtype.
             valid: [tokens] bool, or None: every token.
-            whole: [tokens, k] gate mass, where max_active ruled and every token counts; on a CPU.
+            whole: [tokens, k] gate mass of a forward to which max_active applied and which it left
+                whole, every token valid; on a CPU.
         """
         if not (isinstance(topk_ids, Tensor) and topk_ids.dtype is torch.int64):
             topk_ids = expert_ids(topk_ids)
@@ -106,23 +121,23 @@ class LoadAccumulator:
     def add(self, assignment: Assignment) -> None:
         """Count a forward that was routed (enforced or in shadow)."""
         if on_host(assignment):
-            counted = tally(assignment)
+            counts = count_on_host(assignment)
             with self._lock:
-                self._tallied.append(counted)
-                if len(self._tallied) >= _FLUSH_FORWARDS:
+                self._counted.append(counts)
+                if len(self._counted) >= _FLUSH_FORWARDS:
                     self._flush()
             return
         before = assignment.expert_loads_before
         after = assignment.expert_loads_after
         whole, kept = assignment.gate_mass
         tokens = assignment.pools.total
-        narrowed = assignment.narrowed.any()
-        capped = narrowed | (assignment.capacity != torch.iinfo(torch.int64).max).any()
+        limited = assignment.max_active_applies.any()
+        capped = limited | (assignment.capacity != INT64_MAX).any()
         counts = torch.stack(
             [
                 torch.ones_like(tokens),
                 capped.long(),
-                narrowed.long(),
+                limited.long(),
                 tokens,
                 assignment.dropped,
                 assignment.extras,
@@ -131,40 +146,39 @@ class LoadAccumulator:
         )
         mass = torch.stack([whole, kept])
         if torch.compiler.is_compiling():
-            self._tally(before[None], after[None], tokens[None], counts, mass)
+            self._accumulate(before[None], after[None], tokens[None], counts, mass)
             return
         with self._lock:
-            self._tally(before[None], after[None], tokens[None], counts, mass)
+            self._accumulate(before[None], after[None], tokens[None], counts, mass)
 
     def add_distance(self, distance: Tensor, assignments: Tensor) -> None:
-        """Count how far the inputs of stand-ins were from those of the calibration.
+        """Add the distance of inputs of stand-ins from those of the calibration.
 
         Args:
             distance: 0-d sum of squared distances.
-            assignments: 0-d, of how many.
+            assignments: 0-d number of them.
         """
-        told = torch.stack([distance.double(), assignments.double()]).to(self._device)
+        more = torch.stack([distance.double(), assignments.double()]).to(self._device)
         if torch.compiler.is_compiling():
-            self._distance += told
+            self._distance += more
             return
         with self._lock:
-            self._distance += told
+            self._distance += more
 
     def result(self) -> LayerStats:
-        """The statistics so far (this waits for the device)."""
+        """Return the statistics so far (this waits for the device)."""
         with self._lock:
             self._flush()
             counts = dict(zip(_COUNTS, self._counts.tolist(), strict=True))
-            sums = dict(zip(_SUMS, self._sums.tolist(), strict=True))
+            busiest = self._busiest.double()
+            mass, mass_kept = self._mass.tolist()
             worst = dict(zip(_PEAKS, self._worst.tolist(), strict=True))
             before, after = self._loads.clone()
             active = (self._active.double() / max(1, counts["forwards"])).tolist()
             distance, compensated = self._distance.tolist()
-
-        def peak(name: str) -> float:
-            """Time-weighted mean over forwards; without tokens nothing waits."""
-            return sums[name] / sums["tokens"] if sums["tokens"] else 1.0
-
+        means = self._means(torch.tensor([counts["tokens"]], device=busiest.device))[:, 0]
+        ratios = Peaks(("peak",), busiest, means).ratio.tolist()
+        peak = dict(zip(_PEAKS, ratios, strict=True))
         assignments = int(before.sum())
         return LayerStats(
             name=self.name,
@@ -177,22 +191,22 @@ class LoadAccumulator:
             dropped=counts["dropped"],
             extras=counts["extras"],
             tokens_without_expert=counts["tokens_without_expert"],
-            dropped_share=counts["dropped"] / assignments if assignments else 0.0,
-            gate_mass_kept=sums["mass_kept"] / sums["mass"] if sums["mass"] else 1.0,
+            dropped_share=share(counts["dropped"], assignments),
+            gate_mass_kept=mass_kept / mass if mass else 1.0,
             expert_loads_before=before.tolist(),
             expert_loads_after=after.tolist(),
             device_loads_before=self._per_device(before[None])[0].tolist(),
             device_loads_after=self._per_device(after[None])[0].tolist(),
-            device_peak_to_mean_before=peak("device_before"),
-            device_peak_to_mean_after=peak("device_after"),
-            expert_peak_to_mean_before=peak("expert_before"),
-            expert_peak_to_mean_after=peak("expert_after"),
+            device_peak_to_mean_before=peak["device_before"],
+            device_peak_to_mean_after=peak["device_after"],
+            expert_peak_to_mean_before=peak["expert_before"],
+            expert_peak_to_mean_after=peak["expert_after"],
             worst_device_peak_to_mean_before=worst["device_before"],
             worst_device_peak_to_mean_after=worst["device_after"],
             worst_expert_peak_to_mean_before=worst["expert_before"],
             worst_expert_peak_to_mean_after=worst["expert_after"],
-            straggler_loss_before=straggler_loss(peak("device_before")),
-            straggler_loss_after=straggler_loss(peak("device_after")),
+            straggler_loss_before=straggler_loss(peak["device_before"]),
+            straggler_loss_after=straggler_loss(peak["device_after"]),
             active_experts_before=active[0][:-1],
             active_experts_after=active[1][:-1],
             most_active_experts_before=active[0][-1],
@@ -201,7 +215,7 @@ class LoadAccumulator:
         )
 
     def _flush(self) -> None:
-        """Count the forwards that wait."""
+        """Count the pending forwards."""
         if self._pending:
             pending, self._pending, self._pending_rows = self._pending, [], 0
             self._count(pending)
@@ -209,12 +223,12 @@ class LoadAccumulator:
             whole, self._whole = self._whole, []
             for name in ("capped", "narrowed"):
                 self._counts[_COUNTS.index(name)] += len(whole)
-            self._sums[-2:] += sum(m.float().nan_to_num(nan=0.0).double().sum() for m in whole)
-        if self._tallied:
-            tallied, self._tallied = self._tallied, []
+            self._mass += sum(m.float().nan_to_num(nan=0.0).double().sum() for m in whole)
+        if self._counted:
+            tallied, self._counted = self._counted, []
             before, after, counts, mass = zip(*tallied, strict=True)
             counted = torch.tensor(counts)
-            self._tally(
+            self._accumulate(
                 torch.from_numpy(np.stack(before)),
                 torch.from_numpy(np.stack(after)),
                 counted[:, _COUNTS.index("tokens")],
@@ -223,25 +237,25 @@ class LoadAccumulator:
             )
 
     def _count_one(self, ids: Tensor, valid: Tensor | None) -> None:
-        """Count a forward of a number of tokens that a compiler takes as any number."""
+        """Count a forward in a graph, for any number of tokens."""
         ids = ids.to(self._device)
         counted = None if valid is None else valid.to(self._device).unsqueeze(1)
         loads = count_experts(ids, counted, self.placement.num_experts)[None]
         tokens = torch.ones_like(ids[:, :1]) if counted is None else counted
         tokens = tokens.long().sum().reshape(1)
-        self._tally(
-            loads, loads, tokens, self._counts_of(1, tokens), torch.zeros_like(self._sums[:2])
+        self._accumulate(
+            loads, loads, tokens, self._counts_of(1, tokens), torch.zeros_like(self._mass)
         )
 
     def _counts_of(self, forwards: int, tokens: Tensor) -> Tensor:
-        """[counts] of forwards that nothing was done to, with [forwards] tokens."""
+        """Return the counts of forwards that ran as the model chose, with [forwards] tokens."""
         counts = torch.zeros_like(self._counts)
         counts[_COUNTS.index("forwards")] = forwards
         counts[_COUNTS.index("tokens")] = tokens.sum()
         return counts
 
     def _count(self, pending: list[tuple[Tensor, Tensor | None]]) -> None:
-        """Count some forwards, all in one pass of [forwards, experts] tables."""
+        """Count pending forwards in one pass, as [forwards, experts] tables."""
         experts, forwards = self.placement.num_experts, len(pending)
         rows = [ids.shape[0] for ids, _ in pending]
         forward = torch.arange(forwards, device=self._device)  # of each row, below
@@ -268,42 +282,46 @@ class LoadAccumulator:
         loads = loads.scatter_add(0, bins.flatten(), torch.ones_like(bins).flatten())
         loads = loads[:-1].view(forwards, experts)
         counts = self._counts_of(forwards, tokens)
-        self._tally(loads, loads, tokens, counts, torch.zeros_like(self._sums[:2]))
+        self._accumulate(loads, loads, tokens, counts, torch.zeros_like(self._mass))
 
-    def _tally(
+    def _accumulate(
         self, before: Tensor, after: Tensor, tokens: Tensor, counts: Tensor, mass: Tensor
     ) -> None:
         """Add [forwards, experts] loads, [forwards] tokens, the counts and the gate mass."""
-        peaks = self._peaks(before)
-        active = self._active_of(before)
+        active, busiest = self._active_of(before), self._busiest_of(before)
         if after is before:
             total, active = before.sum(0).expand(2, -1), active.expand(2, -1)
-            busiest = [peaks[0], peaks[0], peaks[1], peaks[1]]
+            peaks = torch.stack([busiest[0], busiest[0], busiest[1], busiest[1]])
         else:
             total = torch.stack([before.sum(0), after.sum(0)])
-            remaining = self._peaks(after)
             active = torch.stack([active, self._active_of(after)])
-            busiest = [peaks[0], remaining[0], peaks[1], remaining[1]]
+            left = self._busiest_of(after)
+            peaks = torch.stack([busiest[0], left[0], busiest[1], left[1]])
         self._loads += total
         self._active += active
         self._counts += counts
-        weighted = torch.stack(busiest) / self.k  # [peaks, forwards] peak-to-mean times tokens
-        self._sums += torch.cat([tokens.sum().double()[None], weighted.sum(1), mass])
-        ratios = weighted / tokens.clamp(min=1)
+        self._busiest += peaks.sum(1)
+        self._mass += mass
+        ratios = (peaks / self._means(tokens)).nan_to_num(nan=0.0)  # 0 / 0 without tokens
         self._worst = torch.maximum(self._worst, ratios.amax(1))
 
-    def _peaks(self, loads: Tensor) -> tuple[Tensor, Tensor]:
-        """[forwards] of the busiest device and expert: load / mean times T k."""
-        device = self._per_device(loads).amax(1).double() * self.placement.num_devices
-        return device, loads.amax(1).double() * self.placement.num_experts
+    def _busiest_of(self, loads: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the [forwards] loads of the busiest device and of the busiest expert."""
+        return self._per_device(loads).amax(1), loads.amax(1)
+
+    def _means(self, tokens: Tensor) -> Tensor:
+        """Return the [peaks, forwards] mean loads before, T * k / units, of [forwards] tokens."""
+        devices, experts = self.placement.num_devices, self.placement.num_experts
+        by_device, by_expert = ((tokens * self.k).double() / units for units in (devices, experts))
+        return torch.stack([by_device, by_device, by_expert, by_expert])
 
     def _active_of(self, loads: Tensor) -> Tensor:
-        """[devices + 1] experts with any load, summed over forwards; last, the most of a device."""
+        """Count experts with any load: [devices + 1], the last entry the most of a device."""
         devices = self._per_device((loads > 0).long())
         return torch.cat([devices.sum(0), devices.amax(1).sum()[None]])
 
     def _per_device(self, loads: Tensor) -> Tensor:
-        """[forwards, experts] -> [forwards, devices] loads."""
+        """Sum [forwards, experts] loads to [forwards, devices]."""
         shape = (loads.shape[0], self.placement.num_devices)
         empty = torch.zeros(shape, dtype=loads.dtype, device=loads.device)
         return empty.scatter_add(1, self._device_of.expand_as(loads), loads)

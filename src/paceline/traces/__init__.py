@@ -1,13 +1,13 @@
 """Traces: what each layer's router chose, recorded, imported, read, and tried out on."""
 
+from paceline.traces.folder import TraceWriter, save_trace
 from paceline.traces.format import TraceError
-from paceline.traces.importers.asked import Asked
+from paceline.traces.importers.source import ImportOptions
 from paceline.traces.open import is_trace, open_trace, sample, samples
 from paceline.traces.trace import Trace
-from paceline.traces.writer import TraceWriter, save_trace
 
 __all__ = [
-    "Asked",
+    "ImportOptions",
     "Trace",
     "TraceError",
     "TraceWriter",

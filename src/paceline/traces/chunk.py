@@ -16,6 +16,8 @@ PER_CHOICE = ("ids", "weights", "topk_scores", "scores")
 """Tensors [layers, tokens, ...]."""
 FACTS = ("valid", "phase", "modality", "request", "source", "priority")
 """Tensors [tokens] where all layers saw the same rows, else [layers, tokens]."""
+DEFAULTS = {"valid": 1, "phase": UNKNOWN, "modality": UNKNOWN, "priority": 0}
+"""Meaning of facts that were not recorded, where they have one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,17 +68,17 @@ class Chunk:
         return 0 if self.ids is None else self.ids.shape[1]
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors there are, by name."""
+        """Return the tensors that are there, by name."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def fact(self, name: str, layer: int) -> Tensor | None:
-        """[tokens] a fact as a layer saw it, None where it wasn't recorded."""
+        """Return a fact [tokens] as a layer saw it, None where it wasn't recorded."""
         fact: Tensor | None = getattr(self, name)
         return fact if fact is None or fact.dim() == 1 else fact[layer]
 
     def take(self, rows: Tensor | slice, starts: Tensor) -> Chunk:
-        """The tokens `rows` (indices, or a range) of all layers, cut into batches at `starts`."""
+        """Take the tokens `rows` (indices, or a range) of all layers, in batches from `starts`."""
         changed: dict[str, Tensor] = {}
         for name, tensor in self.tensors().items():
             if name in PER_CHOICE:
@@ -86,7 +88,7 @@ class Chunk:
         return replace(self, starts=starts, **changed)
 
     def part(self, first: int, end: int) -> Chunk:
-        """The batches `first` to `end` alone."""
+        """Take the batches `first` to `end`."""
         starts = self.starts[first : end + 1]
         if self.ids is not None:
             return self.take(slice(int(starts[0]), int(starts[-1])), starts - starts[0])
@@ -99,7 +101,7 @@ class Chunk:
         )
 
     def of_layers(self, layers: Tensor) -> Chunk:
-        """Only the layers with these indices [layers] int64."""
+        """Take the layers with these indices [layers] int64."""
         changed: dict[str, Tensor] = {}
         for name, tensor in self.tensors().items():
             if name in PER_CHOICE or (name in FACTS and tensor.dim() == 2):
@@ -109,7 +111,7 @@ class Chunk:
         return replace(self, **changed)
 
     def inputs(self, header: Header, layer: int, batch: int, step: int = 0) -> RoutingInputs:
-        """What a layer got in a batch, as `paceline.route` takes it.
+        """Return the routing inputs of a layer in a batch, for `paceline.route`.
 
         Where the trace has no weights they are all 1; a policy that ranks by weights must be
         refused before (`paceline.traces.simulate` does).
@@ -126,9 +128,9 @@ class Chunk:
     def inputs_of_rows(
         self, header: Header, layer: int, start: int, end: int, step: int = 0
     ) -> RoutingInputs:
-        """What a layer got in the token rows `start` to `end`; see `inputs`."""
+        """Return the routing inputs of the token rows `start` to `end`; see `inputs`."""
         if self.ids is None:
-            raise ValueError(f"a trace of {header.content} doesn't say what each token chose.")
+            raise ValueError(f"a trace of {header.content} doesn't hold what each token chose.")
         described = header.layers[layer]
         k = described.k or self.ids.shape[2]
 
@@ -162,8 +164,13 @@ class Chunk:
         )
 
 
+def id_dtype(experts: int) -> torch.dtype:
+    """Choose the smallest integers that hold every expert and `experts` itself, which is none."""
+    return torch.uint8 if experts < 1 << 8 else torch.int16 if experts < 1 << 15 else torch.int32
+
+
 def joined(chunks: Sequence[Chunk]) -> Chunk:
-    """Chunks of one trace one after the other, as one."""
+    """Join chunks of one trace, one after the other."""
     if len(chunks) == 1:
         return chunks[0]
     changed: dict[str, Any] = {}
@@ -186,14 +193,14 @@ def joined(chunks: Sequence[Chunk]) -> Chunk:
 def _joined_fact(
     name: str, found: Sequence[Tensor | None], chunks: Sequence[Chunk]
 ) -> Tensor | None:
-    """A fact of several chunks; where one doesn't have it, what is meant there, or None."""
+    """Join a fact of several chunks; one without it has its default there, or None."""
     known = [part for part in found if part is not None]
-    meant = {"valid": 1, "phase": UNKNOWN, "modality": UNKNOWN, "priority": 0}.get(name)
-    if meant is None and len(known) < len(found):
+    default = DEFAULTS.get(name)
+    if default is None and len(known) < len(found):
         return None
     layers = next((part.shape[0] for part in known if part.dim() == 2), None)
     parts = []
     for part, chunk in zip(found, chunks, strict=True):
-        whole = known[0].new_full((chunk.tokens,), meant or 0) if part is None else part
+        whole = known[0].new_full((chunk.tokens,), default or 0) if part is None else part
         parts.append(whole if layers is None or whole.dim() == 2 else whole.expand(layers, -1))
     return torch.cat(parts, -1)

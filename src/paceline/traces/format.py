@@ -1,6 +1,6 @@
 """The file format of a trace: a folder with trace.json and chunks in safetensors.
 
-trace.json is the header: what was recorded of which layers. Each chunk-NNNNNN.safetensors holds
+trace.json is the header, on what was recorded of which layers. Each chunk-NNNNNN.safetensors holds
 some whole batches, all layers of them; `Chunk` says which tensors. Nothing is pickled, and every
 size is checked against the header before anything of that size is made.
 """
@@ -35,11 +35,11 @@ MAX_CELLS = 1 << 22
 """Layers times experts: what the loads of a single batch may take."""
 
 Content = Literal["counts", "shares", "choices", "scores"]
-"""What a trace holds: assignments an expert; shares of them without totals; each token's experts
+"""Content of a trace: assignments per expert; shares of them without totals; each token's experts
 and weights; those and the scores of all experts."""
 
 BatchIs = Literal["forward", "request", "sample", "window", "file"]
-"""What a batch of the trace is: only a forward is what one layer really computed together."""
+"""Meaning of a batch: only a forward is what one layer really computed together."""
 
 
 class TraceError(ValueError):
@@ -52,7 +52,7 @@ class Layer(BaseModel):
     Attributes:
         name: as the model or the file names it.
         experts: routed experts of the layer.
-        k: experts a token; None where the file doesn't tell and nobody said.
+        k: experts per token; None where nobody stated it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -64,12 +64,12 @@ class Layer(BaseModel):
     @model_validator(mode="after")
     def _k_fits(self) -> Layer:
         if self.k is not None and self.k > self.experts:
-            raise ValueError(f"k={self.k} of {self.experts} experts: allowed is k <= experts")
+            raise ValueError(f"k must be at most experts={self.experts}, got {self.k}")
         return self
 
 
 class Header(BaseModel):
-    """What a trace is; the content of trace.json.
+    """The content of trace.json.
 
     Attributes:
         content: what is recorded of a batch.
@@ -101,7 +101,7 @@ class Header(BaseModel):
 
     @property
     def per_token(self) -> bool:
-        """Whether the trace says what each token chose."""
+        """Whether the trace holds what each token chose."""
         return self.content in ("choices", "scores")
 
     @property
@@ -111,13 +111,13 @@ class Header(BaseModel):
 
     @property
     def k(self) -> int | None:
-        """Most experts a token of a layer, None where a layer's is unknown."""
+        """Largest k of the layers, None where that of a layer is unknown."""
         known = [layer.k for layer in self.layers if layer.k is not None]
         return max(known) if len(known) == len(self.layers) else None
 
 
 def read_header(folder: Path) -> Header:
-    """The header of a trace folder.
+    """Read the header of a trace folder.
 
     Raises:
         TraceError: if trace.json is missing, too large, no JSON, or has a field that can't be.
@@ -132,7 +132,7 @@ def read_header(folder: Path) -> Header:
 
 
 def parse_header(fields: Any, where: str) -> Header:
-    """Header from decoded JSON; `where` names its file in errors.
+    """Check a header of decoded JSON; `where` names its file in errors.
 
     Raises:
         TraceError: naming the first field that can't be.
@@ -140,10 +140,7 @@ def parse_header(fields: Any, where: str) -> Header:
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise TraceError(f'{where}: format is not "{FORMAT}": this is no trace of Paceline.')
     if fields.get("version") != VERSION:
-        raise TraceError(
-            f"{where}: version={seen(fields.get('version'))} is not allowed: read is version "
-            f"{VERSION}."
-        )
+        raise TraceError(f"{where}: version must be {VERSION}, got {seen(fields.get('version'))}.")
     try:
         header = Header.model_validate_json(json.dumps(fields))
     except ValidationError as error:
@@ -161,7 +158,7 @@ def parse_header(fields: Any, where: str) -> Header:
 
 
 def read_bounded(path: Path, limit: int) -> bytes:
-    """All of a small file.
+    """Read a small file.
 
     Raises:
         TraceError: if it is missing, no plain file, or larger than `limit` bytes.
@@ -175,12 +172,12 @@ def read_bounded(path: Path, limit: int) -> bytes:
 
 
 def chunk_name(number: int) -> str:
-    """File name of a chunk, from 0."""
+    """Return the file name of a chunk, from 0."""
     return f"chunk-{number:06d}.safetensors"
 
 
 def seen(value: object) -> str:
-    """What a file holds, in an error: as Python writes it, on one line, shortened.
+    """Write a value of a file for an error: as Python does, on one line, shortened.
 
     >>> seen("two\\nlines")
     "'two\\\\nlines'"

@@ -19,16 +19,16 @@ import torch
 
 from paceline.traces.chunk import PER_CHOICE, Chunk, joined
 from paceline.traces.format import UNKNOWN, TraceError
-from paceline.traces.trace import Chunks, Trace
+from paceline.traces.trace import Chunks, LazyChunks, Trace
 
 
 @dataclass(frozen=True, eq=False)
 class _Rank:
-    """One recording, gone through once.
+    """One recording, read once.
 
     Attributes:
-        trace: it.
-        batches: digest of what each batch chose.
+        trace: of the rank.
+        batches: digest of the choices of each batch.
         held: names of the tensors that every chunk has.
     """
 
@@ -38,10 +38,10 @@ class _Rank:
 
 
 def merged(traces: Sequence[Trace]) -> Trace:
-    """One trace of the recordings of several ranks of one run.
+    """Merge the recordings of several ranks of one run into one trace.
 
     Where nobody recorded on which device a token lives, it is the number of its rank. Memory holds
-    a chunk of each, and 16 bytes a batch.
+    a chunk of each, and 16 bytes per batch.
 
     Args:
         traces: of the ranks, in order; read again and again.
@@ -77,12 +77,14 @@ def merged(traces: Sequence[Trace]) -> Trace:
     if len(kept) == 1:
         header = first.model_copy(update={"notes": tuple(notes)})
         return Trace(header, kept[0].trace.chunks, kept[0].trace.where)
-    notes += _said(kept)
+    notes += _notes(kept)
     held = frozenset.intersection(*(rank.held for rank in kept))
     batches = min(len(rank.batches) for rank in kept)
     header = first.model_copy(update={"notes": tuple(notes)})
     where = f"{len(traces)} recordings, {traces[0].where} and on"
-    return Trace(header, _SideBySide([rank.trace.chunks for rank in kept], held, batches), where)
+    chunks = [rank.trace.chunks for rank in kept]
+    most = max(map(len, chunks))
+    return Trace(header, LazyChunks(most, lambda: _side_by_side(chunks, held, batches)), where)
 
 
 def _check_alike(one: Trace, other: Trace) -> None:
@@ -90,13 +92,13 @@ def _check_alike(one: Trace, other: Trace) -> None:
     for name in ("content", "layers", "batches", "scores_are_weights"):
         ours, theirs = getattr(one.header, name), getattr(other.header, name)
         if ours != theirs:
-            said = (
+            found = (
                 f"{len(theirs)} layers like {theirs[0].name!r}, not {len(ours)} like "
                 f"{ours[0].name!r}, or of other sizes"
                 if name == "layers"
                 else f"{name}={theirs!r}, not {ours!r}"
             )
-            raise TraceError(f"{other.where} has {said}: ranks of one run are alike.")
+            raise TraceError(f"{other.where} has {found}: ranks of one run are alike.")
 
 
 def _read(trace: Trace) -> _Rank:
@@ -112,7 +114,7 @@ def _read(trace: Trace) -> _Rank:
 
 
 def _digests(chunk: Chunk) -> Iterator[bytes]:
-    """Of what each batch of a chunk chose, whatever dtype it is kept in."""
+    """Hash the choices of each batch of a chunk, whatever dtype they are kept in."""
     if chunk.ids is None:
         assert chunk.counts is not None
         for table in chunk.counts:
@@ -127,12 +129,12 @@ def _digest(array: npt.NDArray[Any]) -> bytes:
     return hashlib.blake2b(array.astype(np.int64).tobytes(), digest_size=16).digest()
 
 
-def _said(kept: Sequence[_Rank]) -> list[str]:
-    """What is done to recordings that differ."""
+def _notes(kept: Sequence[_Rank]) -> list[str]:
+    """Describe how recordings that differ are merged."""
     counts = [len(rank.batches) for rank in kept]
-    said = [f"{len(kept)} recordings side by side: batch by batch, each with its own tokens"]
+    notes = [f"{len(kept)} recordings side by side: batch by batch, each with its own tokens"]
     if len(set(counts)) > 1:
-        said.append(
+        notes.append(
             f"the recordings have {min(counts)} to {max(counts)} batches: what goes beyond the "
             "shortest is left out"
         )
@@ -141,69 +143,60 @@ def _said(kept: Sequence[_Rank]) -> list[str]:
             pairs = list(zip(one.batches, other.batches, strict=False))
             alike = sum(a == b for a, b in pairs)
             if 2 * alike >= len(pairs):
-                said.append(
+                notes.append(
                     f"{alike} of {len(pairs)} batches of {one.trace.where} and {other.trace.where} "
                     "are the same: if they are copies of one another, import one of them alone"
                 )
-    return said
+    return notes
 
 
-class _SideBySide:
-    """Chunks whose batches are those of all ranks, one after the other."""
+def _side_by_side(ranks: Sequence[Chunks], held: frozenset[str], batches: int) -> Iterator[Chunk]:
+    """Iterate over chunks whose batches hold those of all ranks."""
+    streams = [iter(chunks) for chunks in ranks]
+    waiting: list[Chunk | None] = [None] * len(streams)
+    while batches:
+        ready = []
+        for rank, stream in enumerate(streams):
+            part = waiting[rank]
+            while part is None or not part.batches:
+                part = next(stream)
+            ready.append(part)
+        count = min(batches, *(part.batches for part in ready))
+        taken = [part.part(0, count) for part in ready]
+        waiting = [part.part(count, part.batches) for part in ready]
+        batches -= count
+        yield _added(taken) if taken[0].ids is None else _interleaved(taken, held)
 
-    def __init__(self, ranks: Sequence[Chunks], held: frozenset[str], batches: int) -> None:
-        self._ranks, self._held, self._batches = list(ranks), held, batches
 
-    def __len__(self) -> int:
-        return max(len(chunks) for chunks in self._ranks)
-
-    def __iter__(self) -> Iterator[Chunk]:
-        streams = [iter(chunks) for chunks in self._ranks]
-        waiting: list[Chunk | None] = [None] * len(streams)
-        left = self._batches
-        while left:
-            ready = []
-            for rank, stream in enumerate(streams):
-                part = waiting[rank]
-                while part is None or not part.batches:
-                    part = next(stream)
-                ready.append(part)
-            count = min(left, *(part.batches for part in ready))
-            taken = [part.part(0, count) for part in ready]
-            waiting = [part.part(count, part.batches) for part in ready]
-            left -= count
-            yield self._together(taken)
-
-    def _together(self, parts: Sequence[Chunk]) -> Chunk:
-        if parts[0].ids is None:
-            return _added(parts)
-        lacking: dict[str, Any] = {name: None for name in PER_CHOICE if name not in self._held}
-        ranks = len(parts)
-        whole = joined(
-            [
-                replace(
-                    part,
-                    # labels of several ranks are not to meet
-                    request=None if part.request is None else part.request * ranks + rank,
-                    source=torch.full((part.tokens,), rank, dtype=torch.int32)
-                    if part.source is None
-                    else part.source,
-                    **lacking,
-                )
-                for rank, part in enumerate(parts)
-            ]
-        )
-        # joined: all batches of rank 0, then all of rank 1; wanted: batch 0 of all ranks, ...
-        edges, batches = whole.starts.tolist(), parts[0].batches
-        order = [rank * batches + b for b in range(batches) for rank in range(ranks)]
-        rows = torch.cat([torch.arange(edges[o], edges[o + 1]) for o in order])
-        sizes = sum(part.starts.diff() for part in parts)
-        starts = torch.cat([torch.zeros(1, dtype=torch.int64), torch.as_tensor(sizes).cumsum(0)])
-        return whole.take(rows, starts)
+def _interleaved(parts: Sequence[Chunk], held: frozenset[str]) -> Chunk:
+    """Put batch b of every rank side by side, with the tensors that all ranks have."""
+    lacking: dict[str, Any] = {name: None for name in PER_CHOICE if name not in held}
+    ranks = len(parts)
+    whole = joined(
+        [
+            replace(
+                part,
+                # labels of several ranks are not to meet
+                request=None if part.request is None else part.request * ranks + rank,
+                source=torch.full((part.tokens,), rank, dtype=torch.int32)
+                if part.source is None
+                else part.source,
+                **lacking,
+            )
+            for rank, part in enumerate(parts)
+        ]
+    )
+    # joined: all batches of rank 0, then all of rank 1; here: batch 0 of all ranks, ...
+    edges, batches = whole.starts.tolist(), parts[0].batches
+    order = [rank * batches + b for b in range(batches) for rank in range(ranks)]
+    rows = torch.cat([torch.arange(edges[o], edges[o + 1]) for o in order])
+    sizes = sum(part.starts.diff() for part in parts)
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), torch.as_tensor(sizes).cumsum(0)])
+    return whole.take(rows, starts)
 
 
 def _added(parts: Sequence[Chunk]) -> Chunk:
-    """The sum of counts, group by group."""
+    """Add up counts, group by group."""
     codes = sorted({tuple(code) for part in parts for code in _codes(part)})
     first = parts[0].counts
     assert first is not None

@@ -1,4 +1,4 @@
-"""Record what an attached model's layers choose while it runs, into a trace folder.
+"""Record the routing of an attached model while it runs, into a trace folder.
 
 Counts alone by default: per-token choices let a reader guess at the text (arXiv 2602.04105).
 """
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from paceline.facts import Facts
 from paceline.routing import Assignment, RoutingInputs
+from paceline.traces.folder import TraceWriter
 from paceline.traces.format import Header, Layer, TraceError
-from paceline.traces.forward import Forward, Recorded, chunk_of
-from paceline.traces.writer import TraceWriter
+from paceline.traces.recorded_forward import Forward, Recorded, chunk_of
 
 Recording = Literal["counts", "choices", "scores"]
 
 CHUNK_BYTES, CHUNK_SECONDS = 64 << 20, 30.0
-"""A chunk is written when it has so many bytes, or is so old when a forward ends."""
+"""Size in bytes and age in seconds from which a chunk is written when a forward ends."""
 
 
 class Watched(Protocol):
@@ -44,11 +44,11 @@ class Watched(Protocol):
 
 
 class RecordingStoppedWarning(UserWarning):
-    """Nothing is recorded any more; the model runs on."""
+    """A warning that nothing is recorded any more; the model runs on."""
 
 
 class Recorder:
-    """Records every forward of an attached model until `close`; a context manager.
+    """A recording of every forward of an attached model until `close`; a context manager.
 
     A forward is a batch of the trace; forwards of several threads are kept apart. In memory are the
     running forwards and one chunk. Copying to the host waits for the device, so that a model on an
@@ -60,9 +60,9 @@ class Recorder:
         content: "counts" (loads by phase and modality), "choices" (each token's experts, weights,
             their gate scores) or "scores" (those, and the gate scores of all experts).
         model: name of the model, for the header.
-        source: the program that records, for the header.
-        chunk_bytes: size of a chunk.
-        chunk_seconds: age of a chunk: at most so much is lost in a crash.
+        source: program that records, for the header.
+        chunk_bytes: size from which a chunk is written.
+        chunk_seconds: age from which a chunk is written: at most this much is lost in a crash.
 
     Raises:
         TraceError: if the folder can't be made.
@@ -91,9 +91,7 @@ class Recorder:
         chunk_seconds: float = CHUNK_SECONDS,
     ) -> None:
         if content not in ("counts", "choices", "scores"):
-            raise ValueError(
-                f'content={content!r} is not allowed: "counts", "choices" or "scores".'
-            )
+            raise ValueError(f'content must be "counts", "choices" or "scores", got {content!r}.')
         self._pace, self._content = pace, content
         self._limits = chunk_bytes, chunk_seconds
         experts = [len(layer.expert_loads_before) for layer in pace.stats().layers]
@@ -117,13 +115,13 @@ class Recorder:
         self._undo = pace.watch(self._see, facts)
 
     def next_requests(self) -> None:
-        """Say that rows of later batches are other requests than those of earlier ones."""
+        """Label rows of later batches as other requests than those of earlier ones."""
         with self._lock:
             self._finish_forwards()
             self._requests = self._most_requests
 
     def close(self) -> None:
-        """End the recording and finish the trace. Twice is once.
+        """End the recording and finish the trace. Idempotent.
 
         Raises:
             TraceError: if something couldn't be written; what was before is there.
@@ -141,13 +139,13 @@ class Recorder:
         self._writer.finish()
 
     def _see(self, name: str, inputs: RoutingInputs, assignment: Assignment) -> None:
-        """One layer of one forward; never an error for the model."""
+        """Record one layer of one forward; never raise an error into the model."""
         with self._lock:
             if self._error is None:
                 self._guarded(lambda: self._add(name, inputs))
 
     def _guarded(self, step: Callable[[], None]) -> None:
-        """Run; on an error record nothing from here on and say so."""
+        """Run a step; on an error warn, and record nothing from here on."""
         try:
             step()
         except Exception as error:
@@ -201,11 +199,11 @@ class Recorder:
         self._done, self._bytes = [], 0
 
     def _learn(self, ks: Sequence[int | None]) -> None:
-        """Put into the header how many experts a token of each layer has."""
+        """Put experts per token of each layer into the header."""
         layers = self._writer.header.layers
         if all(layer.k is not None for layer in layers):
             return
-        most = max(k or 1 for k in ks)  # what a layer that hasn't run yet is taken to have
+        most = max(k or 1 for k in ks)  # assumed for a layer that hasn't run yet
         self._writer.describe(
             [
                 layer if layer.k is not None else layer.model_copy(update={"k": k or most})

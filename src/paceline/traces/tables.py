@@ -1,4 +1,4 @@
-"""Load tables of a trace, some batches at a time: who computes how much in every batch."""
+"""Load tables of a trace, some batches at a time: the loads of every expert in every batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Group = tuple[str, str]
 
 
 _MOST_CELLS = 1 << 23
-"""Cells of a table: a small file may name many batches, layers and experts."""
+"""Largest number of cells of a table: a small file may name many batches, layers and experts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class LoadTable:
 
 
 def load_tables(trace: Trace) -> Iterator[LoadTable]:
-    """The loads of every batch, a chunk of batches at a time; experts past a layer's own are 0.
+    """Yield the loads of every batch, some batches at a time; experts past a layer's own are 0.
 
     >>> from paceline.traces import sample
     >>> [table.counts.shape for table in load_tables(sample("gpt_oss_20b_decode"))]
@@ -107,7 +107,7 @@ def _of_counts(chunk: Chunk, header: Header) -> LoadTable:
 
 
 def group_name(phase: int, modality: int) -> Group:
-    """Names of two codes."""
+    """Return the names of two codes."""
     return (
         "unknown" if phase == UNKNOWN else PHASES[phase],
         "unknown" if modality == UNKNOWN else MODALITIES[modality],
@@ -115,7 +115,7 @@ def group_name(phase: int, modality: int) -> Group:
 
 
 def _codes(chunk: Chunk, layer: int) -> Array:
-    """[tokens] phase * 256 + modality."""
+    """Combine phase * 256 + modality, [tokens]."""
     parts = [_fact(chunk, name, layer) for name in ("phase", "modality")]
     phase, modality = (
         np.full(chunk.tokens, UNKNOWN) if part is None else part.astype(np.int64) for part in parts

@@ -1,4 +1,4 @@
-"""Counts the rows that vLLM's CPU kernel computes, below the plugin and below the engine.
+"""Counter of the rows that vLLM's CPU kernel computes, below the plugin and the engine.
 
 Imported, it takes the kernel's place in torch's dispatcher and passes every call on. As a worker
 extension (`--worker-extension-cls kernel_rows.RowCounter`) its counts can be asked for over RPC.
@@ -18,7 +18,7 @@ _KERNEL = get_kernel(torch.ops._C.cpu_fused_moe.default, "CPU")
 _LIBRARY = Library("_C", "IMPL")
 
 CALLS: list[list[int]] = []
-"""Rows of each local expert, a call an entry."""
+"""Rows of each local expert, one entry per call."""
 
 
 def _counted(
@@ -38,17 +38,17 @@ _LIBRARY.impl("cpu_fused_moe", _counted, "CPU", allow_override=True)
 
 
 def rows() -> int:
-    """Rows so far."""
+    """Return the rows so far."""
     return sum(map(sum, CALLS))
 
 
 class RowCounter:
-    """What a worker answers."""
+    """Methods of a worker."""
 
     def counted_rows(self) -> int:
-        """Rows that this worker's kernel computed."""
+        """Return the rows that this worker computed."""
         return rows()
 
     def forget_rows(self) -> None:
-        """Begin anew."""
+        """Reset the counter."""
         CALLS.clear()

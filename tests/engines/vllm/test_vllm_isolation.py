@@ -1,4 +1,4 @@
-"""pool="request" inside vLLM: what others say changes nothing, in given chunks and without a cache.
+"""pool="request" inside vLLM: other requests change nothing, in given chunks and without a cache.
 
 Seen at the kernel, which gets a token's hidden state and the experts that it reaches.
 """
@@ -12,15 +12,15 @@ import kernel_rows
 import pytest
 import torch
 from torch import Tensor
-from vllm_engines import answers, asked, start
-from vllm_models import VOCABULARY, make
+from vllm_engines import UNBOUND, answers, environment, prompt, start
+from vllm_models import make
 
 CALLS: list[tuple[bool, Tensor, Tensor]] = []
-"""Of every call: is it the first layer's, hidden states [rows, hidden], experts [rows, slots]."""
+"""Per call: is it the first layer's, hidden states [rows, hidden], experts [rows, slots]."""
 
 
-class Watched:
-    """Stands before the kernel: keeps what it is given."""
+class WatchedKernel:
+    """The kernel, with a record of its arguments."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel, self.weights = kernel, None
@@ -35,22 +35,17 @@ class Watched:
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = make("olmoe", tmp_path_factory.mktemp("olmoe"))
-    with pytest.MonkeyPatch.context() as patch, asked(policy="capacity_factor=1000", devices="4"):
+    with pytest.MonkeyPatch.context() as patch, environment(policy=UNBOUND, devices="4"):
         patch.setenv("PACELINE_ACCEPT_SHARED_BUDGET", "1")
-        patch.setattr(kernel_rows, "_KERNEL", Watched(kernel_rows._KERNEL))
+        patch.setattr(kernel_rows, "_KERNEL", WatchedKernel(kernel_rows._KERNEL))
         yield start(folder, max_num_batched_tokens=64, enable_prefix_caching=True, block_size=32)
 
 
 def put(llm: Any, policy: str | None) -> None:
-    """Put a policy in force; nothing of another one stays in the cache."""
+    """Put a policy in force, with an empty cache."""
     llm.collective_rpc("paceline_set", args=(policy,))
     llm.reset_prefix_cache()
     CALLS.clear()
-
-
-def prompt(length: int, seed: int) -> dict[str, Any]:
-    rng = torch.Generator().manual_seed(seed)
-    return {"prompt_token_ids": torch.randint(3, VOCABULARY, (length,), generator=rng).tolist()}
 
 
 CAP = "capacity_factor=0.6,min_expert_load=0"
@@ -62,15 +57,13 @@ def test_in_given_chunks_a_request_knows_no_neighbours(llm: Any, pool: str) -> N
     ours = prompt(100, 1)
     put(llm, None)
     answers(llm, tokens=1, of=[ours])
-    own = torch.cat(
-        [hidden for first, hidden, _ in CALLS if first]
-    )  # [100, hidden], whatever its chunks are
+    own = torch.cat([hidden for first, hidden, _ in CALLS if first])  # whatever its chunks are
     assert len(own) == 100
 
     def beside(seed: int) -> tuple[list[Any], Any]:
         put(llm, f"{CAP},pool={pool}")
         others = prompt(30, seed), prompt(20, seed + 1)
-        said = answers(llm, tokens=4, of=[others[0], ours, others[1]])[1]
+        answer = answers(llm, tokens=4, of=[others[0], ours, others[1]])[1]
         reached = []
         for first, hidden, experts in CALLS:
             if not first:
@@ -78,7 +71,7 @@ def test_in_given_chunks_a_request_knows_no_neighbours(llm: Any, pool: str) -> N
             far, token = torch.cdist(hidden, own).min(1)
             pairs = zip(token[far < 1e-3].tolist(), experts[far < 1e-3].tolist(), strict=True)
             reached.append(sorted((t, e) for t, row in pairs for e in row))
-        return reached, said
+        return reached, answer
 
     (one, (words, chances)), (other, (others_words, others_chances)) = beside(2), beside(4)
     dropped = 2 * 100 - sum(map(len, one))
@@ -93,14 +86,14 @@ def test_in_given_chunks_a_request_knows_no_neighbours(llm: Any, pool: str) -> N
 
 
 def test_a_shared_prefix_carries_what_followed_it(llm: Any) -> None:
-    """No pool helps: cached keys tell of the tokens behind them. A salt keeps users apart."""
+    """No pool helps: cached keys depend on the tokens behind them. A salt keeps users apart."""
     prefix, question = prompt(32, 1)["prompt_token_ids"], prompt(8, 2)["prompt_token_ids"]
     for policy, salts, alike in (
         (f"{CAP},pool=request", ({}, {}), False),
         (f"{CAP},pool=request", ({"cache_salt": "one"}, {"cache_salt": "other"}), True),
         (None, ({}, {}), True),
     ):
-        seen = []  # what the last layer gets for the question
+        seen = []  # input of the last layer for the question
         for seed in (3, 4):
             put(llm, policy)
             before = prefix + prompt(24, seed)["prompt_token_ids"]

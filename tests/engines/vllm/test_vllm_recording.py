@@ -1,4 +1,4 @@
-"""Traces that a running vLLM records: what they hold is what the kernel was given."""
+"""Traces that a running vLLM records hold what the kernel was given."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import kernel_rows
 import pytest
 import torch
 from typer.testing import CliRunner
 from vllm_engines import EXPERTS, LENGTHS, Capped, K, answers
 
-from paceline.engines.vllm.environment import RecordingSettings
 from paceline.engines.vllm.recording import WorkerRecording
 from paceline.traces import open_trace
 from paceline.traces.format import TraceError
@@ -25,8 +25,8 @@ TOKENS, STEPS = sum(LENGTHS), 5
 def recording(
     olmoe: Capped, folder: Path, content: Literal["counts", "choices", "scores"] = "counts"
 ) -> Iterator[WorkerRecording]:
-    """The running engine, recorded."""
-    made = WorkerRecording(olmoe.model, RecordingSettings(folder, content), "tiny", 1)
+    """Record the running engine."""
+    made = WorkerRecording(olmoe.model, folder, content, "tiny", 1)
     try:
         yield made
     finally:
@@ -34,15 +34,13 @@ def recording(
 
 
 def test_counts_are_what_the_kernel_was_given(olmoe: Capped, tmp_path: Path) -> None:
-    import kernel_rows
-
     olmoe.set("mode=observe")
     kernel_rows.CALLS.clear()
     with recording(olmoe, tmp_path / "trace") as made:
         assert made.describe()["recording"]
         answers(olmoe.llm, tokens=STEPS)
-    told = made.stop()  # twice is once
-    assert (told["recording"], told["forwards"]) == (False, STEPS)
+    state = made.stop()  # idempotent
+    assert (state["recording"], state["forwards"]) == (False, STEPS)
     layers = len(olmoe.model.layers)
     calls = torch.tensor(kernel_rows.CALLS).view(STEPS, layers, EXPERTS)
     trace = open_trace(tmp_path / "trace")
@@ -116,6 +114,6 @@ def test_off_records_nothing_and_a_full_folder_is_refused(olmoe: Capped, tmp_pat
     with recording(olmoe, tmp_path / "trace") as made:
         answers(olmoe.llm, tokens=1)
     assert made.describe()["forwards"] == 0
-    with pytest.raises(TraceError, match="holds something"):
-        WorkerRecording(olmoe.model, RecordingSettings(tmp_path / "trace"), "tiny", 1)
+    with pytest.raises(TraceError, match="is not empty"):
+        WorkerRecording(olmoe.model, tmp_path / "trace", "counts", "tiny", 1)
     assert not olmoe.model.layers[0].watchers

@@ -1,4 +1,4 @@
-"""`paceline serve` as a user runs it: the OpenAI client, a change under load, counts to the row."""
+"""`paceline serve` with the OpenAI client: changes under load, and counts exact to the row."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from paceline.demo.assets import read_text
 from paceline.traces import open_trace
 
 KEY = "a-secret"
-Said: TypeAlias = tuple[list[str], list[float]]
+Answer: TypeAlias = tuple[list[str], list[float]]
 
 START_SECONDS = 600  # a slow machine must not turn it red
 
@@ -39,7 +39,7 @@ class Server:
         self.client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, timeout=300)
 
     def call(self, method: str, path: str, body: Any = None, key: str = KEY) -> tuple[int, str]:
-        """Status and text of an answer."""
+        """Return status and text of an answer."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
         url = f"http://127.0.0.1:{self.port}{path}"
@@ -51,20 +51,20 @@ class Server:
             return error.code, error.read().decode()
 
     def policy(self, method: str = "GET", text: str | None = None) -> dict[str, Any]:
-        """The answer of /paceline/policy, which must be 200."""
+        """Return the answer of /paceline/policy, which must be 200."""
         body = None if text is None else {"policy": text}
         status, answer = self.call(method, "/paceline/policy", body)
         assert status == 200, answer
         return json.loads(answer)  # type: ignore[no-any-return]
 
     def counted_rows(self) -> int:
-        """Rows that the kernels of all workers computed, asked for below the plugin."""
+        """Return the rows that the kernels of all workers computed, counted below the plugin."""
         status, answer = self.call("POST", "/collective_rpc", {"method": "counted_rows"})
         assert status == 200, answer
         return sum(map(int, json.loads(answer)["results"]))
 
     def samples(self) -> dict[str, dict[tuple[str, ...], float]]:
-        """Paceline's samples on /metrics, as a Prometheus parser reads them: name -> labels."""
+        """Return paceline's samples on /metrics as a Prometheus parser reads them."""
         status, answer = self.call("GET", "/metrics")
         assert status == 200
         found: dict[str, dict[tuple[str, ...], float]] = {}
@@ -75,8 +75,12 @@ class Server:
                     found.setdefault(sample.name, {})[labels] = sample.value
         return found
 
-    def complete(self, seed: int, length: int, stream: bool = False, tokens: int = 8) -> Said:
-        """One completion of a piece of text: its tokens and their log probabilities."""
+    def complete_all(self, count: int) -> list[Answer]:
+        """Return completions of so many texts, the same every time."""
+        return [self.complete(i, 60 + i) for i in range(count)]
+
+    def complete(self, seed: int, length: int, stream: bool = False, tokens: int = 8) -> Answer:
+        """Return one completion of a piece of text: its tokens and their log probabilities."""
         text = read_text("prose")[seed * 97 :][: length * 3]
         out = self.client.completions.create(
             model="demo", prompt=text, max_tokens=tokens, temperature=0, stream=stream, logprobs=0,
@@ -90,8 +94,8 @@ class Server:
         )
 
 
-def same(one: list[Said], other: list[Said]) -> bool:
-    """Whether answers are the same, but for the order in which numbers are added up."""
+def same(one: list[Answer], other: list[Answer]) -> bool:
+    """Return True if answers are the same, but for the order in which numbers are added up."""
     return all(
         a[0] == b[0] and a[1] == pytest.approx(b[1], abs=1e-3)
         for a, b in zip(one, other, strict=True)
@@ -100,7 +104,7 @@ def same(one: list[Said], other: list[Said]) -> bool:
 
 @contextmanager
 def serving(log: Path, *flags: str, environ: dict[str, str] | None = None) -> Iterator[Server]:
-    """`paceline serve demo` with flags, until the context ends."""
+    """Run `paceline serve demo` with flags until the context ends."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -142,19 +146,24 @@ def serving(log: Path, *flags: str, environ: dict[str, str] | None = None) -> It
 
 
 def settled(server: Server) -> dict[str, dict[tuple[str, ...], float]]:
-    """The metrics once they stand still: workers publish every second."""
-    before = server.samples()
-    while True:
+    """Return the metrics once they stand still: workers publish every second."""
+    before, now = None, server.samples()
+    while now != before:
         time.sleep(2.5)
-        now = server.samples()
-        if now == before:
-            return now
-        before = now
+        before, now = now, server.samples()
+    return now
 
 
 def total(samples: dict[tuple[str, ...], float], *labels: str) -> int:
-    """Sum over the samples that have all these labels."""
+    """Return the sum over the samples that have all these labels."""
     return int(sum(v for known, v in samples.items() if set(labels) <= set(known)))
+
+
+def totals(samples: dict[str, dict[tuple[str, ...], float]]) -> tuple[int, int, int]:
+    """Return assignments before and after the cap, and those dropped."""
+    rows = samples["paceline_assignments_total"]
+    before, after = total(rows, "stage=before"), total(rows, "stage=after")
+    return before, after, total(samples["paceline_dropped_total"])
 
 
 def test_one_server(tmp_path: Path) -> None:
@@ -164,26 +173,23 @@ def test_one_server(tmp_path: Path) -> None:
     ) as server:  # fmt: skip
         assert "paceline caps 4 MoE layers" in server.log.read_text()
         assert "prefix caching is off" in server.log.read_text()
+        body = {"policy": "mode=observe"}
         assert server.call("GET", "/paceline/policy", key="wrong")[0] == 401
-        assert (
-            server.call("POST", "/paceline/policy", {"policy": "mode=observe"}, "wrong")[0] == 401
-        )
+        assert server.call("POST", "/paceline/policy", body, "wrong")[0] == 401
         assert server.call("PUT", "/paceline/policy", {})[0] == 405
         described = json.loads(server.call("GET", "/openapi.json")[1])
         assert "/v1/completions" in described["paths"]
-        asked = described["paths"]["/paceline/policy"]["post"]["requestBody"]
-        assert "PolicyRequest" in json.dumps(asked)
-        assert set(server.policy()["workers"][0]) == set(
-            described["components"]["schemas"]["WorkerState"]["properties"]
-        )
+        body = described["paths"]["/paceline/policy"]["post"]["requestBody"]
+        assert "PolicyRequest" in json.dumps(body)
+        state = described["components"]["schemas"]["WorkerState"]["properties"]
+        assert set(server.policy()["workers"][0]) == set(state)
         assert server.call("POST", "/paceline/policy", {"policy": "capacity_factor=0"})[0] == 400
         assert server.policy()["fields"]["capacity_factor"] == 1.0
 
         rows = server.counted_rows()
         with ThreadPoolExecutor(8) as pool:
-            jobs = [
-                pool.submit(server.complete, i, 20 + 11 * i % 300, i % 3 == 0) for i in range(48)
-            ]
+            lengths = [20 + 11 * i % 300 for i in range(48)]
+            jobs = [pool.submit(server.complete, i, n, i % 3 == 0) for i, n in enumerate(lengths)]
             for text in ("capacity_factor=0.7,min_expert_load=0",
                          "capacity_factor=1.5,unit=expert,min_expert_load=0", "start"):  # fmt: skip
                 time.sleep(0.5)
@@ -192,12 +198,10 @@ def test_one_server(tmp_path: Path) -> None:
 
         samples = settled(server)
         below = server.counted_rows() - rows
-        counted = samples["paceline_assignments_total"]
-        before, after = total(counted, "stage=before"), total(counted, "stage=after")
-        # experts this small may be computed all the same, with weight 0: it takes less time
+        before, after, dropped = totals(samples)
+        # dropped pairs of experts this small may be computed with weight 0, which is quicker
         computed = total(samples["paceline_dropped_computed_total"])
         assert below == after + computed
-        dropped = total(samples["paceline_dropped_total"])
         assert dropped == before - after > 0
         assert server.policy()["workers"][0]["dropped"] == dropped
         assert samples["paceline_capped_forwards_total"][()] > 0
@@ -205,29 +209,29 @@ def test_one_server(tmp_path: Path) -> None:
         assert peaks[("stage=before",)] > peaks[("stage=after",)]
         assert 0 < samples["paceline_gate_mass_kept"][()] < 1
 
-        # the trace holds what was asked for; it is finished while the server runs on
+        # the trace holds all assignments; it is finished while the server runs on
         assert server.call("POST", "/paceline/record", {})[0] == 405
         assert server.call("GET", "/paceline/record", key="wrong")[0] == 401
         status, answer = server.call("DELETE", "/paceline/record")
         assert status == 200
-        (told,) = json.loads(answer)["traces"]
-        assert told == json.loads(server.call("GET", "/paceline/record")[1])["traces"][0]
-        assert not told["recording"]
+        (recording,) = json.loads(answer)["traces"]
+        assert recording == json.loads(server.call("GET", "/paceline/record")[1])["traces"][0]
+        assert not recording["recording"]
         trace = open_trace(tmp_path / "trace")
         assert trace.header.chunks is not None
         assert sum(int(chunk.counts.sum()) for chunk in trace.chunks) == before
-        assert sum(len(chunk.starts) - 1 for chunk in trace.chunks) == told["forwards"]
+        assert sum(len(chunk.starts) - 1 for chunk in trace.chunks) == recording["forwards"]
 
         # the kill switch: nothing is capped or counted, and answers are those of no cap at all
         assert server.policy("DELETE")["off"]
-        off = [server.complete(i, 60 + i) for i in range(4)]
+        off = server.complete_all(4)
         server.policy("POST", "capacity_factor=1000")
-        assert same([server.complete(i, 60 + i) for i in range(4)], off)
+        assert same(server.complete_all(4), off)
         server.policy("POST", "capacity_factor=0.3,min_expert_load=0")
-        assert not same([server.complete(i, 60 + i) for i in range(4)], off)
+        assert not same(server.complete_all(4), off)
         shadow = server.policy("POST", "capacity_factor=0.3,min_expert_load=0,mode=shadow")
         assert not shadow["enforced"]
-        assert same([server.complete(i, 60 + i) for i in range(4)], off)
+        assert same(server.complete_all(4), off)
         assert server.policy()["workers"][0]["dropped"] > shadow["workers"][0]["dropped"]
         info = settled(server)["paceline_policy_info"]
         assert [labels for labels, value in info.items() if value == 1] == [
@@ -237,20 +241,20 @@ def test_one_server(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_prefix_caching_needs_to_be_accepted(tmp_path: Path) -> None:
-    """The cache is on, and a change empties it: what a cap computed isn't read without one."""
+    """The cache is on, and a change empties it: results of a cap aren't read without it."""
     low = "capacity_factor=0.4,min_expert_load=0"
     with serving(tmp_path / "log", "--policy", low, "--accept-shared-budget") as server:
 
-        def say() -> list[Said]:
+        def complete() -> list[Answer]:
             return [server.complete(1, 140, tokens=12)]
 
         server.policy("DELETE")
-        off = say()
-        assert same(say(), off)  # from the cache
+        off = complete()
+        assert same(complete(), off)  # from the cache
         server.policy("POST", low)
-        assert not same(say(), off)
+        assert not same(complete(), off)
         server.policy("DELETE")
-        assert same(say(), off)
+        assert same(complete(), off)
         assert re.search(r"enable_prefix_caching=True", server.log.read_text())
 
 
@@ -265,41 +269,35 @@ def test_two_data_parallel_engines(tmp_path: Path) -> None:
         assert len(found["workers"]) == 2
         assert found["fields"]["pool"] == "source"
         server.complete(0, 200)
-        counted = settled(server)
-        asked = total(counted["paceline_assignments_total"], "stage=before")
-        done = total(counted["paceline_assignments_total"], "stage=after")
-        lost = total(counted["paceline_dropped_total"])
-        assert lost > 0
-        assert done > asked - lost  # freed places went to further experts of the token's own rank
+        first = settled(server)
+        before, after, dropped = totals(first)
+        assert dropped > 0
+        extras = after - (before - dropped)  # freed places go to experts of the token's own rank
+        assert extras > 0
 
         server.policy("POST", "capacity_factor=1000")
-        off = [server.complete(i, 60 + i) for i in range(6)]
+        off = server.complete_all(6)
         for _ in range(3):
             found = server.policy("POST", "capacity_factor=0.8,min_expert_load=0")
             assert found["agree"]
             assert len(found["workers"]) == 2
             assert server.policy()["policy"] == found["policy"]
-        status, said = server.call(
-            "POST", "/paceline/policy", {"policy": "capacity_factor=1,pool=batch"}
-        )
-        assert status == 400
-        assert "pool must be source" in said
-        status, said = server.call("POST", "/paceline/policy", {"policy": "max_active=2"})
-        assert status == 400
-        assert "of all ranks" in said
+        for policy, reason in (
+            ("capacity_factor=1,pool=batch", "pool must be source"),
+            ("max_active=2", "of all ranks"),
+        ):
+            status, answer = server.call("POST", "/paceline/policy", {"policy": policy})
+            assert status == 400
+            assert reason in answer
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda i: server.complete(i, 30 + 9 * i), range(24)))
-        first, extras = counted, done - (asked - lost)
-        counted = settled(server)
-        rows = counted["paceline_assignments_total"]
-        asked, done = total(rows, "stage=before"), total(rows, "stage=after")
+        last = settled(server)
+        before, after, dropped = totals(last)
         workers = server.policy()["workers"]
-        dropped = total(counted["paceline_dropped_total"])
-        assert asked == sum(w["assignments"] for w in workers)
-        assert asked - done + extras == dropped == sum(w["dropped"] for w in workers)
+        assert before == sum(w["assignments"] for w in workers)
+        assert before - after + extras == dropped == sum(w["dropped"] for w in workers)
         for rank in ("rank=0", "rank=1"):
-            assert total(counted["paceline_dropped_total"], rank) > total(
-                first["paceline_dropped_total"], rank
-            )
+            earlier, later = (total(now["paceline_dropped_total"], rank) for now in (first, last))
+            assert later > earlier
     with serving(tmp_path / "log", "--policy", "capacity_factor=1000") as alone:
-        assert same([alone.complete(i, 60 + i) for i in range(6)], off)
+        assert same(alone.complete_all(6), off)

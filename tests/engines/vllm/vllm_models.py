@@ -1,4 +1,4 @@
-"""Models of several families with random weights, small enough to start vLLM in seconds."""
+"""Random models of several families, small enough to start vLLM in seconds."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
     },
 }
-"""Family -> its configuration beyond the common one; all have 8 experts, 2 a token."""
+"""Family -> its own part of the configuration; all have 8 experts, 2 per token."""
 
 DENSE: dict[str, Any] = {"head_dim": 32}
 
 
 def dtype_of(family: str) -> str:
-    """DeepSeek's attention takes no float32 on vLLM's CPUs."""
+    """Return the type to run a family in: DeepSeek's attention has no float32 on CPUs."""
     return "bfloat16" if family.startswith("deepseek") else "float32"
 
 
 def make(family: str, folder: Path) -> str:
-    """Write a model of a family ("qwen3": a dense one) to `folder`; its path."""
+    """Write a model of a family ("qwen3": a dense one) to `folder`; return its path."""
     torch.manual_seed(0)
     own = FAMILIES.get(family, DENSE)
     config = AutoConfig.for_model(family, **{**_COMMON, **own})

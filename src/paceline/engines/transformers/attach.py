@@ -24,7 +24,7 @@ from paceline.settings import (
     placement_for,
     read_placement,
 )
-from paceline.stand_ins.file import Calibration
+from paceline.stand_ins.calibration_file import Calibration
 
 CalibrationLike: TypeAlias = "Calibration | str | os.PathLike[str] | None"
 

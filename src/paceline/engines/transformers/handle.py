@@ -57,7 +57,7 @@ class ModelStats:
     layers: list[LayerStats]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return plain values, ready for JSON."""
         return {"policy": self.policy, "layers": [layer.to_dict() for layer in self.layers]}
 
 
@@ -118,7 +118,7 @@ class Pace:
         self._state.set_rules(rules)
 
     def _observe_routers(self, scored: Sequence[bool]) -> None:
-        """Have routers observed, before every forward, where a policy or a watcher needs scores.
+        """Observe routers, before every forward, where a policy or a watcher needs scores.
 
         A router once observed stays so until `detach`: a running forward may still need it.
         """
@@ -209,7 +209,7 @@ class Pace:
         return end
 
     def replace_experts(self, experts: ReplacedExperts) -> Callable[[], None]:
-        """Have experts computed by `experts(layer, run, hidden, ids, weights)`, for studies.
+        """Replace the layers' way to run experts by `experts(layer, run, hidden, ids, weights)`.
 
         Args:
             experts: gets the layer's name; `run`, the layer's own way, which leaves out ids equal

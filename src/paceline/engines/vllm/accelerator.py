@@ -17,10 +17,9 @@ from paceline.facts import facts_for
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing.active import Hosts, hosts_of, weight_unit
-from paceline.routing.budget import units_of
-from paceline.routing.capacity import INT64_MAX, capacities, tokens_needed
-from paceline.routing.kernels.plain import experts_read, first_of_each_group
+from paceline.routing.backends.plain import experts_read, first_of_each_group
 from paceline.routing.keys import descending_key
+from paceline.routing.limits import INT64_MAX, capacities, capacity_ratio, tokens_needed, units_of
 
 KEEPS = ("score", "weight", "first", "last")
 LIVE = ("capacity_factor", "min_expert_load", "mode", "max_active")
@@ -126,7 +125,7 @@ class DeviceCap:
             tokens = torch.arange(self._most + 1)
             needed = min(needed, self._most + 1)
             for row, size in enumerate(self._sizes):
-                ratio = factor * Fraction(self._k * size, self._experts)
+                ratio = capacity_ratio(factor, self._k, size, self._experts)
                 self.places[row, needed:] = capacities(ratio, tokens)[needed:].to(self.places)
         self.enforce.fill_(policy is not None and policy.mode == "enforce")
 

@@ -165,14 +165,11 @@ class CappedModel:
         return texts[0] if len(set(texts)) == 1 else "; ".join(texts)
 
     def watch(self, watcher: Watcher, facts: Facts = NO_FACTS) -> Callable[[], None]:
-        """Call `watcher(layer, inputs, assignment)` on every forward with tokens.
+        """Call `watcher(layer, inputs, assignment)` on every forward, until the result is called.
 
         Args:
             watcher: called while a policy is in force, be it observe.
             facts: that its inputs must have, in addition to those that the policy needs.
-
-        Returns:
-            Function that ends it.
         """
         entry = (watcher, facts)
         for layer in self.layers:
@@ -300,7 +297,7 @@ class CappedModel:
 
 
 def check_settings(config: Any, policies: Sequence[CapacityPolicy], accepted: bool) -> None:
-    """Refuse settings of vLLM that contradict a policy.
+    """Refuse settings of vLLM that contradict a policy of a layer.
 
     Args:
         config: vLLM's.

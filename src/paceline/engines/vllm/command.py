@@ -98,9 +98,7 @@ def vllm_flags(model: str, extra: Sequence[str], environ: Mapping[str, str]) -> 
     >>> vllm_flags("m", ["--port", "1"], {"PACELINE_POLICY": "mode=observe"})[:4]
     ['serve', 'm', '--port', '1']
     """
-    from paceline.engines.vllm.environment import read_settings
-
-    asked = read_settings({**os.environ, **environ})
+    settings = read_settings({**os.environ, **environ})
     flags = ["serve", model, *extra]
     if _is_demo(model):
         for name, value in (
@@ -108,9 +106,9 @@ def vllm_flags(model: str, extra: Sequence[str], environ: Mapping[str, str]) -> 
         ):  # fmt: skip
             if not _has_flag(extra, name):
                 flags += [name, value]
-    shared = asked is not None and any(shares_budget(p) for p in asked.policies)
+    shared = settings is not None and any(map(shares_budget, settings.policies))
     caching = _has_flag(extra, PREFIX_CACHING) or _has_flag(extra, NO_PREFIX_CACHING)
-    if shared and asked is not None and not asked.accept_shared_budget and not caching:
+    if shared and settings is not None and not settings.accept_shared_budget and not caching:
         flags.append(NO_PREFIX_CACHING)
     return [*flags, "--middleware", CONTROL]
 

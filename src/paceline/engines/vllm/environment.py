@@ -24,19 +24,6 @@ MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 
 
 @dataclass(frozen=True)
-class RecordingSettings:
-    """A trace to record.
-
-    Attributes:
-        folder: new folder for the trace; if several ranks record, each adds its number.
-        content: counts, choices or scores.
-    """
-
-    folder: Path
-    content: Content = "counts"
-
-
-@dataclass(frozen=True)
 class Settings:
     """Settings of the plugin.
 
@@ -46,7 +33,8 @@ class Settings:
         plan: policies and placements, one for all layers or one per layer.
         accept_shared_budget: True if requests that share a batch, and its cache, may affect each
             other.
-        recording: trace to record, if any.
+        record: new folder for a trace; if several ranks record, each adds its number.
+        record_content: counts, choices or scores.
         calibration: folder of a calibration; takes precedence over that of the plan.
     """
 
@@ -54,7 +42,8 @@ class Settings:
     devices: int | None = None
     plan: Plan | None = None
     accept_shared_budget: bool = False
-    recording: RecordingSettings | None = None
+    record: Path | None = None
+    record_content: Content = "counts"
     calibration: Path | None = None
 
     @property
@@ -85,15 +74,20 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings | None:
     >>> read_settings({"PACELINE_POLICY": "capacity_factor=1.25", "PACELINE_DEVICES": "8"}).devices
     8
     """
-    policy, plan, devices = (environ.get(name, "").strip() for name in (POLICY, PLAN, DEVICES))
-    recording, calibration = _read_recording(environ), environ.get(CALIBRATION, "").strip()
-    if not policy and not plan and recording is not None:
+    names = (POLICY, PLAN, DEVICES, CALIBRATION, RECORD, RECORD_CONTENT, ACCEPT_SHARED_BUDGET)
+    policy, plan, devices, calibration, record, content, accept = (
+        environ.get(name, "").strip() for name in names
+    )
+    if content and content not in CONTENTS:
+        raise ValueError(f"{RECORD_CONTENT} must be {', '.join(CONTENTS)}, got {content}.")
+    if content and not record:
+        raise ValueError(f"{RECORD_CONTENT}={content} has no effect without {RECORD}.")
+    if record and not policy and not plan:
         policy = OBSERVE
     if not policy and not plan:
         if devices:
             raise ValueError(f"{DEVICES}={devices} has no effect without {POLICY} or {PLAN}.")
         return None
-    accept = environ.get(ACCEPT_SHARED_BUDGET, "").strip().lower()
     if accept not in ("", "0", "1"):
         raise ValueError(f"{ACCEPT_SHARED_BUDGET} must be 1 or 0, got {accept}.")
     settings = Settings(
@@ -101,7 +95,8 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings | None:
         devices=_read_devices(devices) if devices else None,
         plan=Plan.load(Path(plan)) if plan else None,
         accept_shared_budget=accept == "1",
-        recording=recording,
+        record=Path(record).absolute() if record else None,
+        record_content=cast(Content, content or "counts"),
         calibration=Path(calibration).absolute() if calibration else None,
     )
     if not settings.policies:
@@ -109,17 +104,6 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings | None:
     if settings.plan is not None and settings.plan.placements and settings.devices is not None:
         raise ValueError(f"{DEVICES}={devices} contradicts the placements of {plan}: set only one.")
     return settings
-
-
-def _read_recording(environ: Mapping[str, str]) -> RecordingSettings | None:
-    folder, content = (environ.get(name, "").strip() for name in (RECORD, RECORD_CONTENT))
-    if content and content not in CONTENTS:
-        raise ValueError(f"{RECORD_CONTENT} must be {', '.join(CONTENTS)}, got {content}.")
-    if not folder:
-        if content:
-            raise ValueError(f"{RECORD_CONTENT}={content} has no effect without {RECORD}.")
-        return None
-    return RecordingSettings(Path(folder).absolute(), cast(Content, content or "counts"))
 
 
 def _read_devices(text: str) -> int:

@@ -59,11 +59,7 @@ def families() -> dict[str, Any]:
 
 
 class Publisher:
-    """Thread that publishes the counts of a worker's layers every second.
-
-    Args:
-        model: with the layers.
-    """
+    """Thread that publishes the counts of a worker's layers every second."""
 
     def __init__(self, model: CappedModel) -> None:
         self._model = model

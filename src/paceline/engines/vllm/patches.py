@@ -1,23 +1,29 @@
-"""Every patch that the plugin applies to vLLM: routers, MoE layers, CPU experts and workers."""
+"""Every patch that the plugin applies to vLLM: routers, experts, workers, and its CPU build."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.model_executor.layers.fused_moe import layer as moe_layer
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.platforms import current_platform
+from vllm.triton_utils import dispatcher
 from vllm.utils.torch_utils import _encode_layer_name
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import WorkerBase
 
-from paceline.engines.vllm import cpu_experts, cpu_fixes, stand_ins
+from paceline.engines.vllm import cpu_experts, stand_ins
 from paceline.engines.vllm.capped_model import CappedModel
 from paceline.engines.vllm.environment import read_settings
 from paceline.engines.vllm.metrics import publisher_for
@@ -40,7 +46,7 @@ def install() -> bool:
     _patch_workers()
     VllmConfig.compute_hash = _marked(VllmConfig.compute_hash)
     if current_platform.is_cpu():
-        cpu_fixes.install()
+        _fix_cpu_build()
         stand_ins.keep_fingerprints()
     # None: experts of a layer that isn't capped; set by `CappedModel`
     CPUUnquantizedExperts.paceline_layer, CPUUnquantizedExperts.paceline_name = None, ""
@@ -132,7 +138,7 @@ def _patch_workers() -> None:
         self.paceline = CappedModel(self.model_runner, self.vllm_config, settings, rank)
         self.paceline_publisher = publisher_for(self.paceline)
         self.paceline_recording = recording_for(
-            self.paceline, settings.recording, self.model_config.model, parallel, self.rank
+            self.paceline, settings, self.model_config.model, parallel, self.rank
         )
 
     @wraps(warm_up)
@@ -158,7 +164,7 @@ def _patch_workers() -> None:
 
 
 def paceline_describe(self: Any) -> dict[str, Any]:
-    """Return the policy in force in this worker and its counts, as `WorkerState`."""
+    """Return the policy in force in this worker and its counts, as `control.WorkerState`."""
     return self.paceline.describe()  # type: ignore[no-any-return]
 
 
@@ -195,3 +201,75 @@ def paceline_stop_recording(self: Any) -> dict[str, Any] | None:
         return recording.stop()  # type: ignore[no-any-return]
     except TraceError as error:
         return {**recording.describe(), "error": str(error)}
+
+
+# -- the CPU build ---------------------------------------------------------------------------------
+
+
+def _fix_cpu_build() -> None:
+    """Add the collectives that expert parallelism lacks, and let vLLM start beside numba."""
+    for name, method in (("all_gatherv", _all_gatherv), ("reduce_scatterv", _reduce_scatterv)):
+        if getattr(CpuCommunicator, name) is getattr(DeviceCommunicatorBase, name):
+            setattr(CpuCommunicator, name, method)
+    search_beside_numba()
+
+
+def search_beside_numba() -> None:
+    """Let vLLM start in a process in which numba has run."""
+    # When a worker starts, vLLM searches the attributes of all objects of all modules, and fails on
+    # an object of llvmlite whose __dict__ is not a dictionary.
+    dispatcher.vars = _vars
+
+
+def _vars(thing: object) -> dict[str, Any]:
+    """Return `vars(thing)`, or an empty dictionary if that is not a dictionary."""
+    found: Any = vars(thing)
+    return found if isinstance(found, dict) else {}
+
+
+def _all_gatherv(
+    self: Any,
+    input_: Tensor | list[Tensor],
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+) -> Tensor | list[Tensor]:
+    """Gather the rows of all ranks, in their order, of one tensor or of each of a list.
+
+    Args:
+        self: the communicator.
+        input_: [rows of this rank, ...].
+        dim: 0, the rows.
+        sizes: [ranks] rows of each rank; None: as many as here.
+    """
+    if isinstance(input_, list):
+        return [_gathered(self, tensor, sizes) for tensor in input_]
+    return _gathered(self, input_, sizes)
+
+
+def _reduce_scatterv(
+    self: Any, input_: Tensor, dim: int = -1, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """Return the rows of this rank in the sum over ranks.
+
+    Args:
+        self: the communicator.
+        input_: [rows of all ranks, ...].
+        dim: 0, the rows.
+        sizes: [ranks] rows of each rank; None: equally many.
+    """
+    ranks, own = self.world_size, self.rank_in_group
+    sizes = [input_.shape[0] // ranks] * ranks if sizes is None else sizes
+    total = input_.contiguous().clone()
+    dist.all_reduce(total, group=self.device_group)
+    start = sum(sizes[:own])
+    return total[start : start + sizes[own]].clone()
+
+
+def _gathered(self: Any, tensor: Tensor, sizes: Sequence[int] | None) -> Tensor:
+    sizes = [tensor.shape[0]] * self.world_size if sizes is None else sizes
+    most = max(sizes)
+    padded = tensor.new_zeros((most, *tensor.shape[1:]))
+    padded[: tensor.shape[0]] = tensor
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=self.device_group)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,18 +13,15 @@ import torch
 
 from paceline.engines.vllm.capped_layer import CappedLayer
 from paceline.engines.vllm.capped_model import CappedModel
-from paceline.engines.vllm.environment import RECORD, RecordingSettings
+from paceline.engines.vllm.environment import RECORD, Settings
 from paceline.facts import Facts
 from paceline.routing import Assignment, RoutingInputs
 from paceline.traces.record import Recorder
+from paceline.traces.record import Recording as Content
 
 
 class WatchedModel:
-    """A worker's layers in the form that `Recorder` watches.
-
-    Args:
-        model: with the layers.
-    """
+    """A worker's layers in the form that `Recorder` watches."""
 
     def __init__(self, model: CappedModel) -> None:
         self._model = model
@@ -73,7 +71,8 @@ class WorkerRecording:
 
     Args:
         model: with the layers.
-        settings: folder and content of the trace.
+        folder: of the trace; if several workers record, with the worker's number.
+        content: counts, choices or scores.
         name: of the model.
         ranks: number of workers that record, each into a folder of its own.
 
@@ -83,19 +82,18 @@ class WorkerRecording:
     """
 
     def __init__(
-        self, model: CappedModel, settings: RecordingSettings, name: str, ranks: int
+        self, model: CappedModel, folder: Path, content: Content, name: str, ranks: int
     ) -> None:
         if model.layers[0].on_device is not None:
             raise ValueError(
                 f"{RECORD} is not allowed on an accelerator, whose graphs run no Python: record "
                 "the model in Transformers, or vLLM on a CPU."
             )
-        folder = settings.folder
         if ranks > 1:
             folder = folder.with_name(f"{folder.name}-rank{model.rank}")
         self.folder = folder
         self._recorder: Recorder | None = Recorder(
-            WatchedModel(model), folder, settings.content, model=name, source="paceline in vLLM"
+            WatchedModel(model), folder, content, model=name, source="paceline in vLLM"
         )
         self._forwards = 0
         atexit.register(self.stop)
@@ -126,18 +124,18 @@ class WorkerRecording:
 
 
 def recording_for(
-    model: CappedModel, settings: RecordingSettings | None, name: str, parallel: Any, rank: int
+    model: CappedModel, settings: Settings, name: str, parallel: Any, rank: int
 ) -> WorkerRecording | None:
     """Start a worker's recording; None without settings, or if another worker sees the same.
 
     Args:
         model: with the layers.
-        settings: folder and content of the trace, if any.
+        settings: of the plugin.
         name: of the model.
         parallel: vLLM's configuration of parallelism.
         rank: of the worker within its data-parallel engine.
     """
-    if settings is None or rank % parallel.tensor_parallel_size:
+    if settings.record is None or rank % parallel.tensor_parallel_size:
         return None
     ranks = parallel.pipeline_parallel_size * parallel.data_parallel_size
-    return WorkerRecording(model, settings, name, ranks)
+    return WorkerRecording(model, settings.record, settings.record_content, name, ranks)

@@ -16,7 +16,7 @@ from paceline.engines.vllm.routers import is_capped
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import RoutingInputs
-from paceline.routing.budget import Budget
+from paceline.routing.limits import Budget
 from paceline.settings import read_placement
 
 SKIPS_NEGATIVE_IDS = ("TritonExperts", "MarlinExperts")

@@ -12,10 +12,9 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.model_loader import base_loader
 
 from paceline.engines.vllm.environment import CALIBRATION, read_settings
+from paceline.stand_ins.calibration_file import Calibration, LayerCalibration
 from paceline.stand_ins.compensation import Compensation
-from paceline.stand_ins.file import Calibration
-from paceline.stand_ins.identity import LayerIdentity, of_experts, of_router
-from paceline.stand_ins.layer import LayerCalibration
+from paceline.stand_ins.identity import LayerIdentity, expert_fingerprints, router_fingerprint
 
 
 class StandIns:
@@ -77,8 +76,8 @@ def _fingerprints(model: nn.Module, runner: Any) -> tuple[str | None, list[str]]
     block = dict(model.named_modules()).get(runner.layer_name.rpartition(".")[0])
     found = (getattr(block, name, None) for name in ("gate", "router"))
     router = next((module for module in found if isinstance(module, nn.Module)), None)
-    experts = of_experts(weights, len(runner.routed_experts.w13_weight))
-    return None if router is None else of_router(router), experts
+    experts = expert_fingerprints(weights, len(runner.routed_experts.w13_weight))
+    return None if router is None else router_fingerprint(router), experts
 
 
 def load_stand_ins(folder: Path, runners: list[Any], config: Any) -> list[StandIns]:

@@ -7,30 +7,39 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.traces.format import TraceError
+from paceline.traces.importers.source import Source
+from paceline.traces.trace import Trace
+
+_NONE = "holds no load table:"
 
 
-def refuse_json(data: Any, where: str) -> None:
-    """Raise TraceError where decoded JSON is known to hold no loads."""
-    for fits, reason in _REASONS:
-        if fits(data):
-            raise TraceError(f"{where} holds no load table: {reason}.")
+def matches(source: Source) -> bool:
+    """Check for a file that is known, and known to hold no loads."""
+    return _reason(source) is not None
 
 
-def refuse_text(start: str, where: str) -> None:
-    """Raise TraceError where the start of a text is known to hold no loads."""
-    if re.search(r"^initial_global_assignments:", start, re.MULTILINE):
-        raise TraceError(
-            f"{where} holds no load table: it is a placement for TensorRT-LLM, which expert sits "
-            "in which slot."
-        )
-    if "balancedness=" in start:
-        said = [float(x) for x in re.findall(r"balancedness=(0\.\d+|1\.0*)", start)]
-        peaks = [1 / value for value in said if value > 0]
+def read(source: Source) -> Trace:
+    """Raise TraceError with the reason."""
+    raise TraceError(f"{source.where} {_reason(source)}.")
+
+
+def _reason(source: Source) -> str | None:
+    if source.start[:1] == b"\x80" and source.start[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
+        return "is a pickle: reading it can run any code, so none is read; write its counts as JSON"
+    text = source.text
+    if re.search(r"^initial_global_assignments:", text, re.MULTILINE):
+        return f"{_NONE} it is a placement for TensorRT-LLM, which expert sits in which slot"
+    if "balancedness=" in text:
+        values = [float(x) for x in re.findall(r"balancedness=(0\.\d+|1\.0*)", text)]
+        peaks = [1 / value for value in values if value > 0]
         spread = f" (peak-to-mean {min(peaks):.2f} to {max(peaks):.2f})" if peaks else ""
-        raise TraceError(
-            f"{where} holds no load table: a log of EPLB has one balance a step, summed over "
-            f"layers, of the devices as they were{spread}, and no loads of experts."
+        return (
+            f"{_NONE} a log of EPLB has one balance a step, summed over layers, of the devices as "
+            f"they were{spread}, and no loads of experts"
         )
+    data = source.json
+    rows = [data, data[0]] if isinstance(data, list) and data else [data]
+    return next((f"{_NONE} {why}" for row in rows for fits, why in _REASONS if fits(row)), None)
 
 
 def _is_order(data: Any) -> bool:

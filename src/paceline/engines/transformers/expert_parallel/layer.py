@@ -90,7 +90,7 @@ class ParallelLayer(AttachedLayer):
         return route_on_rank(inputs, policy, self.parallel)
 
     def replace_experts(self, replaced: ReplacedExperts | None) -> None:
-        """Have this rank's experts computed by another function; None: by the layer itself."""
+        """Replace the way to run this rank's experts; None: the layer's own again."""
         own = self._experts_forward
         self.parallel.experts_forward = (
             own if replaced is None else partial(replaced, self.name, own)

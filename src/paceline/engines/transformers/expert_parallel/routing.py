@@ -16,10 +16,9 @@ from torch import Tensor
 
 from paceline.engines.rules import load_per_rank
 from paceline.engines.transformers.expert_parallel.implementation import ExpertParallel
-from paceline.keeps import registered_keeps
-from paceline.policy import CapacityPolicy
+from paceline.policy import CapacityPolicy, registered_keeps
 from paceline.routing import Assignment, RoutingInputs
-from paceline.routing.budget import Budget
+from paceline.routing.limits import Budget
 from paceline.routing.route import assign
 
 Decision: TypeAlias = Literal["alone", "for its share", "together"]
@@ -152,7 +151,8 @@ def rows_of_rank(assignment: Assignment, rows: slice, inputs: RoutingInputs) -> 
         bounded_ids=assignment.bounded_ids[rows],
     )
     # of all ranks, not of these rows
-    own.capacity, own.narrowed = assignment.capacity, assignment.narrowed
+    own.capacity = assignment.capacity
+    own.max_active_applies = assignment.max_active_applies
     return own
 
 

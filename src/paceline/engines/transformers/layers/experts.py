@@ -91,7 +91,7 @@ _USERS = "_paceline_sentinel_users"
 
 
 def _expect_sentinels(experts: Any) -> None:
-    """Have stock implementations leave out ids equal to the number of experts.
+    """Make stock implementations leave out ids equal to the number of experts.
 
     The flag belongs to the module, so it stays set until the last thread is done; that others,
     which have no such ids, see it set too changes nothing for them.

@@ -21,12 +21,12 @@ from paceline.facts import Facts
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import Assignment, RoutingInputs
-from paceline.routing.priority import token_priorities
+from paceline.routing.ranking import token_priorities
 from paceline.routing.route import assign
 from paceline.routing.stats import LoadAccumulator
+from paceline.stand_ins.calibration_file import LayerCalibration
 from paceline.stand_ins.compensation import Compensation
-from paceline.stand_ins.identity import LayerIdentity, of_experts, of_router
-from paceline.stand_ins.layer import LayerCalibration
+from paceline.stand_ins.identity import LayerIdentity, expert_fingerprints, router_fingerprint
 
 RunExperts: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(hidden [..., hidden], ids [tokens, slots], weights [tokens, slots]) -> [..., hidden]; an id
@@ -86,8 +86,8 @@ class AttachedLayer:
     def identity(self) -> LayerIdentity:
         """Return the layer's sizes and the fingerprints of its weights."""
         own = self.own_experts
-        experts = of_experts(self.modules.experts, len(own))
-        router = of_router(self.modules.router)
+        experts = expert_fingerprints(self.modules.experts, len(own))
+        router = router_fingerprint(self.modules.router)
         known = dict(zip(own, experts, strict=True))
         return LayerIdentity(self.name, self.k, self.num_experts, router, known)
 
@@ -153,7 +153,7 @@ class AttachedLayer:
             self._patch = None
 
     def replace_experts(self, replaced: ReplacedExperts | None) -> None:
-        """Have experts computed by another function; None: by the layer itself again."""
+        """Replace the way to run experts; None: the layer's own again."""
         self._replaced = replaced
 
     # -- a forward --------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from paceline.engines.transformers.tokens.modality import (
     tower_modality,
 )
 from paceline.facts import Facts
-from paceline.routing.lazy import lazy
+from paceline.routing.cached import lazy
 
 
 class ForwardContext:

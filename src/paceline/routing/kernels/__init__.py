@@ -1,1 +1,0 @@
-"""Backends of the selection, one module each; `paceline.routing.selection` chooses among them."""

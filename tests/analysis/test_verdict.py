@@ -1,0 +1,76 @@
+"""The verdict follows the figures."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from paceline.analysis.verdict import model_verdict as verdict
+
+CAP = {"policy": "capacity_factor=1.25", "mode": "enforce"}
+
+
+def _result(peak: float, after: float, *, capped: int = 5, narrowed: int = 0, **more: Any) -> Any:
+    overall = SimpleNamespace(
+        device_peak_to_mean_before=peak,
+        device_peak_to_mean_after=after,
+        dropped_share=0.031,
+        capped_forwards=capped,
+        narrowed_forwards=narrowed,
+        most_active_experts_before=3.5,
+        most_active_experts_after=2.0,
+        tokens_without_expert=3,
+    )
+    values = {
+        "devices": 8, "policy": None, "mode": "observe", "degenerate": [], "min_expert_load": 8.0,
+        "tokens_an_expert": 3.25,
+    }  # fmt: skip
+    return SimpleNamespace(overall=overall, **values | more)
+
+
+def test_wait_and_ceiling() -> None:
+    (line,) = verdict(_result(1.6, 1.6))
+    assert "waits 38% " in line
+    assert "at most 1.60\u00d7 as fast" in line
+
+
+def test_nearly_balanced_says_so() -> None:
+    assert any("little to gain" in line for line in verdict(_result(1.03, 1.03)))
+
+
+def test_policy_enforced_in_shadow_and_idle() -> None:
+    line = verdict(_result(1.5, 1.25, **CAP))[1]
+    assert "drops 3.1% of the assignments and allows the expert part to run 1.20\u00d7" in line
+    line = verdict(_result(1.5, 1.25, **CAP | {"mode": "shadow"}))[1]
+    assert "would drop 3.1% of the assignments and allow the expert part" in line
+    assert "gains nothing in time" in verdict(_result(1.2, 1.2, **CAP))[1]
+    assert "only observes" in verdict(_result(1.2, 1.2, **CAP | {"mode": "observe"}))[1]
+
+
+def test_a_cap_that_never_applied_says_from_where_it_would() -> None:
+    line = verdict(_result(1.5, 1.5, capped=0, **CAP))[1]
+    assert "from a mean of 8 tokens per expert (min_expert_load)" in line
+    assert "a batch here has 3.25" in line
+    assert (
+        "no capacity_factor" in verdict(_result(1.5, 1.5, capped=0, min_expert_load=None, **CAP))[1]
+    )
+
+
+def test_what_max_active_does_is_said_in_experts_read() -> None:
+    cap = {"policy": "max_active=2", "mode": "enforce"}
+    line = verdict(_result(1.5, 1.5, narrowed=5, **cap))[1]
+    assert "drops 3.1% of the assignments" in line
+    assert "reads 2.00 instead of 3.50 per forward" in line
+    assert "all their routed experts: 3." in line
+    assert (
+        "would read 2.00" in verdict(_result(1.5, 1.5, narrowed=5, **cap | {"mode": "shadow"}))[1]
+    )
+    idle = _result(1.5, 1.5, capped=0, **cap)
+    assert "max_active applies below a mean of 8 tokens" in verdict(idle)[1]
+
+
+def test_routing_that_says_nothing_comes_first_and_nothing_is_promised() -> None:
+    lines = verdict(_result(6.43, 1.25, degenerate=["one reason", "another"], **CAP))
+    assert lines[0] == "These loads say nothing about real traffic: one reason; another."
+    assert "drops 3.1% of the assignments here" in lines[2]
+    assert not any("as fast" in line or "waits" in line for line in lines)

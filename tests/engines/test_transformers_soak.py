@@ -1,9 +1,0 @@
-"""A short soak: `make soak` runs the long one, and watches memory."""
-
-from __future__ import annotations
-
-from soak import soak
-
-
-def test_a_model_that_never_rests_follows_policies_that_were_in_force() -> None:
-    assert soak(forwards=250, seed=1)["forwards"] >= 250
