@@ -162,7 +162,7 @@ def test_simulate_without_repeats(tmp_path: Path) -> None:
 
 BAD = {
     "no such trace": (["loads", "{tmp}/none.npz", *CAP], "there is no trace"),
-    "unknown sample": (["loads", "sample:none"], "allowed are esft"),
+    "unknown sample": (["loads", "sample:none"], "sample must be one of esft"),
     "counts simulated": (["loads", "{counts}", *CAP], "holds counts"),
     "counts cut": (["loads", "{counts}", "--batch-tokens", "8"], "can't be cut"),
     "no experts": (["loads", "{completion}"], "--experts"),

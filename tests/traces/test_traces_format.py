@@ -109,17 +109,17 @@ Change = Callable[[dict[str, Any]], Any]
 
 HEADERS: dict[str, tuple[Change, str]] = {
     "other format": (lambda h: h.update(format="zip"), 'format is not "paceline-trace"'),
-    "other version": (lambda h: h.update(version=2), "version=2 is not allowed"),
+    "other version": (lambda h: h.update(version=2), "version must be 1, got 2"),
     "unknown field": (lambda h: h.update(extra=1), "extra=1 is not allowed"),
     "no layers": (lambda h: h.update(layers=[]), "layers="),
     "experts of 10^18": (lambda h: h["layers"][0].update(experts=10**18), "layers.0.experts="),
-    "k above experts": (lambda h: h["layers"][0].update(k=7), "k=7 of 6 experts"),
+    "k above experts": (lambda h: h["layers"][0].update(k=7), "k must be at most experts=6, got 7"),
     "text for a number": (lambda h: h["layers"][0].update(experts="6"), "layers.0.experts='6'"),
     "a name of two lines": (lambda h: h["layers"][0].update(name="a\nb"), "layers.0.name='a"),
     "unknown content": (lambda h: h.update(content="all"), "content='all'"),
     "negative chunks": (lambda h: h.update(chunks=-1), "chunks=-1"),
     "a chunk too many": (lambda h: h.update(chunks=2), "lacks chunk-000001.safetensors"),
-    "other identity": (lambda h: h.update(identity="x"), "expected is chunk 0 of x"),
+    "other identity": (lambda h: h.update(identity="x"), "expected chunk 0 of x"),
 }
 
 
@@ -177,7 +177,7 @@ TENSORS: dict[str, tuple[Change, str]] = {
 
 COUNTS: dict[str, tuple[Change, str]] = {
     "negative counts": (lambda t: t["counts"].neg_(), "counts has negative values"),
-    "shares as counts": (lambda t: t.update(counts=t["counts"].double()), "expected is counts"),
+    "shares as counts": (lambda t: t.update(counts=t["counts"].double()), "expected counts"),
     "experts that are missing": (
         lambda t: t.update(counts=t["counts"][:, :, :, :3].clone()), "counts has shape",
     ),
@@ -234,7 +234,7 @@ def test_chunks_of_two_traces_cant_be_mixed(tmp_path: Path) -> None:
         save_trace(count_trace(), tmp_path / name)
     chunk = "chunk-000000.safetensors"
     (tmp_path / "b" / chunk).write_bytes((tmp_path / "a" / chunk).read_bytes())
-    refused(tmp_path / "b", "expected is chunk 0 of")
+    refused(tmp_path / "b", "expected chunk 0 of")
 
 
 def test_a_chunk_that_is_a_fifo_or_a_folder_is_refused(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def sample(name: str, options: ImportOptions | None = None) -> Trace:
     6
     """
     if name not in samples():
-        raise TraceError(f"there is no sample {name!r}: allowed are {', '.join(samples())}.")
+        raise TraceError(f"sample must be one of {', '.join(samples())}, got {name!r}.")
     path = _SAMPLES / f"{name}.npz"
     return numpy_arrays.read(Source(path, options or ImportOptions(), f"{SAMPLE}{name}"))
 
@@ -126,9 +126,9 @@ def _check_file(path: Path) -> None:
 def _unknown(source: Source) -> TraceError:
     path = source.path
     if path.is_dir():
-        return TraceError(f"the folder {path} holds no trace that is known: {KNOWN}.")
+        return TraceError(f"the folder {path} holds no known trace, which is {KNOWN}.")
     if source.looks_like_json and source.json is None:
         return TraceError(f"{path} is neither JSON nor JSON lines: it is cut off or broken.")
     if source.looks_like_json:
-        return TraceError(f"{path} is JSON of no kind that is known: {KNOWN}.")
-    return TraceError(f"{path} is no trace that is known: {KNOWN}.")
+        return TraceError(f"{path} is JSON of an unknown form; known are {KNOWN}.")
+    return TraceError(f"{path} is no known trace, which is {KNOWN}.")

@@ -89,7 +89,7 @@ def _choices(source: Source) -> Trace:
         chosen = whole_numbers(ids.split(" "), None, place)
         k = k or len(chosen)
         if len(chosen) != k:
-            raise TraceError(f"{place} has {len(chosen)} ids: expected are {k}.")
+            raise TraceError(f"{place} must have {k} ids, got {len(chosen)}.")
         rows[whole_numbers([layer], 1, place)[0]].extend(chosen)
     if not rows:
         raise TraceError(f"{source.path} has no rows.")
@@ -146,7 +146,7 @@ class _Header:
     def _count(self) -> int:
         count = self._number(8)
         if count > _MOST:
-            raise TraceError(f"{self._where} says it has {count} entries: allowed are {_MOST}.")
+            raise TraceError(f"{self._where} must have at most {_MOST} entries, got {count}.")
         return count
 
     def _text(self) -> str:

@@ -76,8 +76,7 @@ def from_counts(
     if world_size > 1 and not shares:  # shares are what they are however often they were counted
         if (table % world_size).any():
             raise TraceError(
-                f"{where}: world_size={world_size} is not allowed: not every count is a multiple "
-                "of it."
+                f"{where}: world_size must divide every count, got world_size={world_size}."
             )
         table = table // world_size
         remarks.append(f"counts divided by world_size={world_size}")
@@ -205,7 +204,7 @@ def _width(table: Array, experts: int, where: str) -> int:
     for wrong in (int(table.max()), int(table.min())):
         if not -1 <= wrong < experts:
             raise TraceError(
-                f"{where} names expert {wrong}: allowed is 0 to {experts - 1}, or -1 for none."
+                f"{where} names expert {wrong}: ids must be 0 to {experts - 1}, or -1 for none."
             )
     columns = np.flatnonzero(table.max((0, 1)) >= 0)
     if not columns.size:
