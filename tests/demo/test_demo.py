@@ -17,7 +17,7 @@ from paceline.cli.demo import _show
 from paceline.demo.assets import domains, load_model, read_text
 from paceline.demo.page import findings, write_demo
 from paceline.demo.run import DemoResult
-from paceline.demo.settings import BASELINE, DEVICES, HEADLINE, DemoSettings, all_entries
+from paceline.demo.settings import BASELINE, DEVICES, ENTRIES, HEADLINE, DemoSettings
 from paceline.text import percent, signed_percent, times
 
 KINDS = ("one_domain", "mixed")
@@ -107,13 +107,12 @@ def test_embedded_model_and_texts_are_there() -> None:
 
 
 def test_the_full_plan_has_every_policy_once() -> None:
-    entries = all_entries()
-    keys = [entry.key for entry in entries]
+    keys = [entry.key for entry in ENTRIES]
     assert keys[0] == BASELINE
     assert len(set(keys)) == len(keys) == 13
-    assert not entries[0].policy.caps
-    assert all(entry.policy.caps for entry in entries[1:])
-    assert all(e.counterpart in keys for e in entries if e.counterpart is not None)
+    assert not ENTRIES[0].policy.caps
+    assert all(entry.policy.caps for entry in ENTRIES[1:])
+    assert all(e.counterpart in keys for e in ENTRIES if e.counterpart is not None)
     assert {"device-1.25-score", "expanded-1", "expert-1-random"} <= set(keys)
 
 
@@ -165,9 +164,9 @@ def test_the_terminal_shows_it_in_80_columns(
     results: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = {row["key"]: row for row in results["policies"]}
-    for row, entry in zip(results["policies"], all_entries(), strict=False):
+    for row, entry in zip(results["policies"], ENTRIES, strict=False):
         row["label"] = entry.label
-    longest = max((entry.label for entry in all_entries()), key=len)
+    longest = max((entry.label for entry in ENTRIES), key=len)
     rows[HEADLINE]["label"] = longest
     rows[HEADLINE]["one_domain"]["perplexity_change"]["mean"] = 0.9444
     _show(DemoResult(**results), Path("paceline-demo"))

@@ -52,7 +52,7 @@ def demo(
     with progress() as tell:
         result = write_demo(
             out,
-            settings=DemoSettings.quick() if quick else DemoSettings.full(),
+            settings=DemoSettings.quick() if quick else DemoSettings(),
             progress=tell,
             command=command_line(),
         )

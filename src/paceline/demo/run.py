@@ -128,7 +128,7 @@ def run_demo(
     Raises:
         FileNotFoundError: if the model or the texts are missing from the installation.
     """
-    settings = settings or DemoSettings.full()
+    settings = settings or DemoSettings()
     started, system = time.perf_counter(), system_info()
     model, tokenizer = load_model()
     sequences = held_out(tokenizer, settings.length, settings.sequences, settings.max_domains)
@@ -153,9 +153,9 @@ def run_demo(
         return count
 
     calibration = load_calibration()
-    placed = calibration.plan().placements
     in_order = ExpertPlacement.contiguous(model.config.num_experts, DEVICES)
-    placements = {False: (in_order,) * len(placed), True: placed}
+    placed = [ExpertPlacement.explicit(layer.placement) for layer in calibration.layers]
+    placements = {False: [in_order] * len(placed), True: placed}
     runs: Runs = {kind: {} for kind in KINDS}
     for places, where in placements.items():
         with attach(model, None, where, calibration=calibration, token_source="sequence") as pace:
@@ -177,7 +177,7 @@ def run_demo(
         for kind, words in KINDS.items()
     }
     return DemoResult(
-        form=SCHEMA,
+        schema=SCHEMA,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         command=command,
         reduced=settings.reduced,
@@ -232,23 +232,16 @@ def _describe(model: Any, placement: ExpertPlacement) -> dict[str, Any]:
 def _loads(kind: str, run: PolicyRun) -> Loads:
     """Sum up the loads of a kind of batch without a cap, overall, by layer and by text."""
     peaks = [layer.device_peak_to_mean_before for layer in run.all_layers()]
-    by_domain = None
+    found = _layer_tables(run.layers)
+    found.device_peak_to_mean_percentiles = {
+        str(percent): percentile(peaks, percent) for percent in (0, 50, 90, 100)
+    }
     if kind == "one_domain":
-        texts = dict.fromkeys(run.sources)
-        by_domain = {
-            text[0]: _layer_tables(
-                [x for x, own in zip(run.layers, run.sources, strict=True) if own == text]
-            )
-            for text in texts
-        }
-    return _layer_tables(run.layers).model_copy(
-        update={
-            "device_peak_to_mean_percentiles": {
-                str(percent): percentile(peaks, percent) for percent in (0, 50, 90, 100)
-            },
-            "by_domain": by_domain,
-        }
-    )
+        by_text: dict[str, list[list[Any]]] = {}
+        for layers, texts in zip(run.layers, run.sources, strict=True):
+            by_text.setdefault(texts[0], []).append(layers)
+        found.by_domain = {text: _layer_tables(batches) for text, batches in by_text.items()}
+    return found
 
 
 def _layer_tables(batches: Sequence[Sequence[Any]]) -> Loads:
@@ -258,12 +251,12 @@ def _layer_tables(batches: Sequence[Sequence[Any]]) -> Loads:
         names = (
             f"{unit}_loads_{when}" for unit in ("expert", "device") for when in ("before", "after")
         )
-        sums = {
+        sums: dict[str, Any] = {
             name: [math.fsum(x) for x in zip(*(getattr(s, name) for s in same_layer), strict=True)]
             for name in names
         }
-        balance = Balance.of(same_layer, "before").to_dict()
-        tables.append(LayerTable(name=same_layer[0].name, **balance, **sums))
+        balance: dict[str, Any] = Balance.of(same_layer, "before").to_dict()
+        tables.append(LayerTable(**balance, **sums, name=same_layer[0].name))
     return Loads(
         overall=Balance.of([layer for batch in batches for layer in batch], "before"), layers=tables
     )

@@ -102,14 +102,14 @@ class Sensitivity:
         rows = zip(self.names, self.weights, self.losses, self.share(policy), strict=True)
         layers = []
         for name, weight, losses, own in rows:
-            both = np.array([bound, own.capacity_factor])
+            both = np.array([bound, bound_of(own)])
             at_bound, at_factor = between(measured, np.array(losses), both).tolist()
             layers.append(LayerFactor(
                 name=name, weight=weight, losses=list(losses),
-                factor=own.capacity_factor, at_bound=at_bound, at_factor=at_factor,
+                factor=bound_of(own), at_bound=at_bound, at_factor=at_factor,
             ))  # fmt: skip
         return LayerFactors(
-            form="paceline-factors/1",
+            schema="paceline-factors/1",
             policy=str(policy),
             tokens=self.tokens,
             factors=list(self.factors),

@@ -19,9 +19,7 @@ _MOST_BYTES = 1 << 26
 class Form(BaseModel):
     """Part of a result: finite numbers only; fields of later versions are ignored."""
 
-    model_config = ConfigDict(
-        extra="ignore", allow_inf_nan=False, populate_by_name=True, from_attributes=True
-    )
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False, from_attributes=True)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values under the names of the file."""

@@ -97,7 +97,7 @@ def evaluate(
 
 def _header(schema: str) -> dict[str, Any]:
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return {"form": schema, "created": now, **system_info()}
+    return {"schema": schema, "created": now, **system_info()}
 
 
 # -- a grid of caps --------------------------------------------------------------------------------

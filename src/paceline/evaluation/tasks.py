@@ -186,7 +186,7 @@ def _rows(by_policy: Mapping[str, _TaskRun], alone: Mapping[str, _TaskRun] | Non
             name=name,
             truncated_prompts=run.truncated,
             harness=run.harness,
-            against_solo=alone and compare(run.scores, alone[name].scores),
+            against_solo=None if alone is None else compare(run.scores, alone[name].scores),
             **dict(compare(run.scores, base.scores)),
             **dict(LoadShares.of(run.layers)),
         )

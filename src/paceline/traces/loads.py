@@ -227,8 +227,8 @@ class _LoadSums:
 
     def _device_loads(self, loads: Array) -> Array:
         """Add up expert loads, [batches, layers, experts] -> [batches, layers, devices]."""
-        loads_by_layer: Array = np.matmul(loads.swapaxes(0, 1), self._host)
-        return loads_by_layer.swapaxes(0, 1)
+        by_layer: Array = np.matmul(loads.swapaxes(0, 1), self._host).swapaxes(0, 1)
+        return by_layer
 
     @property
     def tokens(self) -> int | None:
