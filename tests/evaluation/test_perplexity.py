@@ -18,7 +18,7 @@ def test_cut_keeps_order_and_leaves_the_rest() -> None:
     assert cut("a", list(range(10)), 4, limit=1).ids.tolist() == [[0, 1, 2, 3]]
     assert cut("a", [5, 6, 7], 256).ids.tolist() == [[5, 6, 7]]
     for tokens in ([], [1]):
-        with pytest.raises(ValueError, match="two or more"):
+        with pytest.raises(ValueError, match="at least two tokens"):
             cut("a", tokens, 4)
 
 

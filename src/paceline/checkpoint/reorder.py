@@ -182,7 +182,7 @@ def _check_map(layer: ExpertLayer, planned: ExpertMap, groups: int) -> None:
     ):
         raise ValueError(
             f"the plan mixes experts of the {groups} groups in which the router of {layer.name} "
-            f"chooses: allowed are orders that keep them whole (place --groups {groups})."
+            f"chooses: an order must keep them whole (plan --groups {groups})."
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,15 +15,15 @@ from paceline.cli.output import (
     emit,
     guarded,
     print_lines,
+    print_table,
     progress,
     run_facts,
-    table,
 )
-from paceline.cli.output import console as terminal
 from paceline.cli.sources import load, plan_files, plan_from_options, read_texts, read_trace
 from paceline.shipped import DEMO
 
 if TYPE_CHECKING:
+    from paceline.analysis.results import ModelLoads
     from paceline.plan import Plan
 
 
@@ -117,18 +117,26 @@ def loads(
             "a trace, not a model", figures=figures, judge=judge, hardware=hardware, sweep=sweep,
             batch_tokens=batch_tokens, without=without, **facts,
         )  # fmt: skip
-        chosen = _shadowed(_one_plan(devices, policies, plans, placements), shadow)
+        from paceline.analysis.observe import observe_loads
+        from paceline.analysis.verdict import model_verdict
         from paceline.batches import Sampling
 
+        chosen = _shadowed(_one_plan(devices, policies, plans, placements), shadow)
         sampling = Sampling(tokens, batch_size, sequence_length, mix)
+        texts = read_texts(text or [], source)
+        network, tokenizer = load(source, dtype.value, trust_remote_code)
+        with progress() as tell:
+            found = observe_loads(
+                network, tokenizer, texts, plan=chosen, sampling=sampling, progress=tell
+            )
+        verdict = model_verdict(found)
         files = plan_files(next(iter(placements), None), next(iter(plans), None))
-        result = _observed(source, text or [], chosen, sampling, dtype.value, trust_remote_code)
-        result |= files
+        more = {"model": source, "verdict": verdict, **run_facts(), **files}
         if html is not None:
             from paceline.reporting.pages import loads_page, write_page
 
-            write_page(loads_page(result), html)
-        return emit(result, json, _show)
+            write_page(loads_page(found.to_dict() | more), html)
+        return emit(found, json, lambda result: _show(result, verdict), **more)
     _refuse("a model, not a trace", shadow=shadow)
     planned = trace_loads.read_planned(source)
     if planned is not None or any(each is not None for each in (html, figures, judge, hardware,
@@ -188,44 +196,27 @@ def _shadowed(plan: Plan, shadow: bool) -> Plan:
     return plan.replace(policies=tuple(each.replace(mode="shadow") for each in plan.policies))
 
 
-def _observed(
-    model: str, text: list[str], plan: Plan, sampling: Any, dtype: Any, trust_remote_code: bool
-) -> dict[str, Any]:
-    """Run a model on texts under a plan, and return its loads."""
-    texts = read_texts(text, model)
-
-    from paceline.analysis.observe import observe_loads
-    from paceline.analysis.verdict import model_verdict
-
-    network, tokenizer = load(model, dtype, trust_remote_code)
-    with progress() as tell:
-        found = observe_loads(
-            network, tokenizer, texts, plan=plan, sampling=sampling, progress=tell
-        )
-    more = {"model": model, "verdict": model_verdict(found), **run_facts()}
-    return found.to_dict() | more
-
-
-def _show(result: Mapping[str, Any]) -> None:
+def _show(result: ModelLoads, verdict: list[str]) -> None:
     from paceline.text import percent, times
 
-    capped = result["policy"] is not None
-    shown = table(
+    columns = ("layer", "expert", "× mean", "device", "× mean", "waits", "dropped", "after")
+    rows = [
+        (
+            layer.name,
+            str(layer.busiest_expert),
+            times(layer.expert_peak_to_mean_before),
+            str(layer.busiest_device),
+            times(layer.device_peak_to_mean_before),
+            percent(layer.straggler_loss_before),
+            percent(layer.dropped_share),
+            times(layer.device_peak_to_mean_after),
+        )
+        for layer in result.layers
+    ]
+    shown = len(columns) if result.policy is not None else columns.index("dropped")
+    print_table(
         "Busiest expert and device of every layer; how long an average device waits",
-        "layer", "expert", "× mean", "device", "× mean", "waits",
-        *(("dropped", "after") if capped else ()),
-    )  # fmt: skip
-    for layer in result["layers"]:
-        row = [
-            layer["name"],
-            str(layer["busiest_expert"]),
-            times(layer["expert_peak_to_mean_before"]),
-            str(layer["busiest_device"]),
-            times(layer["device_peak_to_mean_before"]),
-            percent(layer["straggler_loss_before"]),
-        ]
-        if capped:
-            row += [percent(layer["dropped_share"]), times(layer["device_peak_to_mean_after"])]
-        shown.add_row(*row)
-    terminal().print(shown)
-    print_lines(result["verdict"])
+        columns[:shown],
+        [row[:shown] for row in rows],
+    )
+    print_lines(verdict)

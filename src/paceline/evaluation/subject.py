@@ -114,7 +114,9 @@ class Subject:
             experts=len(layers[0].expert_loads_before),
             devices=max(placement.num_devices for placement in placements),
             experts_per_device=list(placements[0].sizes),
-            calibrated_on=fitted and dict(zip(fitted.texts, fitted.tokens, strict=True)),
+            calibrated_on=None
+            if fitted is None
+            else dict(zip(fitted.texts, fitted.tokens, strict=True)),
             policies=[
                 NamedPolicy(name=name, policy=_short_form(policy))
                 for name, policy in self.policies.items()

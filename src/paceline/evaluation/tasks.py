@@ -13,7 +13,6 @@ from paceline.evaluation.harness import PacelineLM, Run
 from paceline.evaluation.results import (
     LayerLoads,
     LoadShares,
-    Shots,
     TaskMode,
     TaskRow,
     TasksResult,
@@ -135,13 +134,9 @@ def judge_tasks(
     """Answer the tasks under every policy.
 
     Args:
-        subject: the model and its policies.
-        chosen: tasks.
-        store: of batches that have been computed.
         limit: samples per task, the first ones; None: all.
         batch_size: prompts per batch.
         solo: also answer every prompt alone, to see what sharing a batch does.
-        progress: called after every batch.
 
     Raises:
         ValueError: if the model can't be run on a task.
@@ -172,7 +167,7 @@ def judge_tasks(
         harness_version=version("lm_eval"),
         limit=limit,
         batch_size=batch_size,
-        tasks={name: Shots(shots=chosen.shots[name]) for name in chosen.leaves},
+        tasks={name: {"shots": chosen.shots[name]} for name in chosen.leaves},
         modes={
             mode: TaskMode(
                 label=MODES[mode],
@@ -191,7 +186,7 @@ def _rows(by_policy: Mapping[str, _TaskRun], alone: Mapping[str, _TaskRun] | Non
             name=name,
             truncated_prompts=run.truncated,
             harness=run.harness,
-            against_solo=alone and compare(run.scores, alone[name].scores),
+            against_solo=None if alone is None else compare(run.scores, alone[name].scores),
             **dict(compare(run.scores, base.scores)),
             **dict(LoadShares.of(run.layers)),
         )
