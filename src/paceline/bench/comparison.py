@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.bench.workload import Shape
+from paceline.engines.rules import with_default_pool
 from paceline.placement import ExpertPlacement
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
@@ -60,8 +61,7 @@ def _compared(
         raise ValueError(f'policy {text!r} caps nothing: use "none" for the layer without a cap.')
     if any_load and policy.min_expert_load == "auto" and policy.max_active is None:
         policy = policy.replace(min_expert_load=0)
-    if not shares_batch and "pool" not in policy.model_fields_set:
-        policy = policy.replace(pool="source")
+    policy = with_default_pool(policy, own_batches=not shares_batch)
     if shares_batch and (policy.pool == "source" or policy.expand == "own_device"):
         raise ValueError(
             f"policy {text!r} needs tokens that live on a device: with a shared batch they live on "

@@ -100,8 +100,8 @@ def calibrate(
 
         kept = None
         if unfinished is not None:
-            names = tuple(map(str, caps))
-            settings = (type(model).__name__, identity, dict(tokens), rank, devices, names)
+            policies = tuple(map(str, caps))
+            settings = (type(model).__name__, identity, dict(tokens), rank, devices, policies)
             kept = Unfinished(unfinished, settings, [batch.ids for batch in batches], calibration)
         found = {} if kept is None else kept.found(len(identity))
         experts = [layer.num_experts for layer in identity]

@@ -94,7 +94,7 @@ def _choices(source: Source) -> Trace:
     if not rows:
         raise TraceError(f"{source.path} has no rows.")
     tokens = min(map(len, rows.values())) // k
-    notes = ["in the order of the file; batches aren't told; no weights"]
+    notes = ["in the order of the file; batches are unknown; no weights"]
     if len({len(layer) for layer in rows.values()}) > 1:
         notes.append(f"cut to the {tokens} tokens that every layer has")
     indices = sorted(rows)

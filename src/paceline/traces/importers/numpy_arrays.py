@@ -19,7 +19,12 @@ import numpy.typing as npt
 from paceline.text import shortened
 from paceline.traces.format import PHASES, BatchIs, TraceError
 from paceline.traces.importers.source import ZIP_FAULTS, Source, check_zip
-from paceline.traces.importers.to_trace import from_choices, layer_names
+from paceline.traces.importers.to_trace import (
+    check_ids,
+    from_choices,
+    from_requests,
+    layer_names,
+)  # fmt: skip
 from paceline.traces.trace import Trace
 
 Array = npt.NDArray[Any]
@@ -178,20 +183,9 @@ def _by_step(array: Array) -> Array:
 
 def _requests(arrays: Mapping[str, Array], source: Source) -> Trace:
     """Read an array [tokens, layers, k] per request, as kept from vLLM's `CompletionOutput`."""
-    where, experts = source.where, source.require("experts")
-    for name, array in arrays.items():
-        if array.ndim != 3 or array.dtype.kind not in "iu":
-            raise TraceError(
-                f"{where}: array {name!r} has shape {list(array.shape)} and dtype {array.dtype}: "
-                "expected ids [tokens, layers, k]."
-            )
-    parts = [array.astype(np.int64) for array in arrays.values()]
-    if len({part.shape[1:] for part in parts}) != 1:
-        raise TraceError(f"{where}: its arrays differ in [layers, k].")
-    return from_choices(
-        source, np.concatenate(parts).swapaxes(0, 1), layer_names(range(parts[0].shape[1])),
+    experts = source.require("experts")
+    return from_requests(
+        source, [check_ids(array, f"{source.where}: {name!r}") for name, array in arrays.items()],
         program="arrays of routed experts, one a request", experts=experts,
-        starts=np.cumsum([0, *map(len, parts)]), batches="request",
-        facts={"request": np.repeat(np.arange(len(parts)), [len(part) for part in parts])},
-        notes=["logical ids before the engine's replication; no weights; phases are unknown"],
+        notes=["phases are unknown"],
     )  # fmt: skip

@@ -195,6 +195,47 @@ def from_choices(
     return Trace(header.model_copy(update={"chunks": len(chunks)}), chunks, where)
 
 
+def from_requests(
+    source: Source,
+    parts: Sequence[Array],
+    *,
+    program: str,
+    experts: int,
+    phases: Sequence[Array] | None = None,
+    notes: Sequence[str] = (),
+) -> Trace:
+    """Make a trace of ids [tokens, layers, k] and phases [tokens] per request, each a batch.
+
+    Raises:
+        TraceError: if the arrays differ in layers or k, or as `from_choices` does.
+    """
+    if len(shapes := {part.shape[1:] for part in parts}) != 1:
+        raise TraceError(f"{source.where} has ids of several shapes [layers, k]: {shapes}.")
+    lengths = [len(part) for part in parts]
+    facts: dict[str, Array] = {"request": np.repeat(np.arange(len(parts)), lengths)}
+    if phases is not None:
+        facts["phase"] = np.concatenate(phases)
+    return from_choices(
+        source, np.concatenate(parts).swapaxes(0, 1), layer_names(range(parts[0].shape[1])),
+        program=program, experts=experts, starts=np.cumsum([0, *lengths]), batches="request",
+        facts=facts, notes=["logical ids before the engine's replication; no weights", *notes],
+    )  # fmt: skip
+
+
+def check_ids(array: Array, what: str) -> Array:
+    """Return ids [tokens, layers, k] as int64.
+
+    Raises:
+        TraceError: if the array has other axes, or holds no integers.
+    """
+    if array.ndim != 3 or array.dtype.kind not in "iu":
+        raise TraceError(
+            f"{what} has shape {list(array.shape)} and dtype {array.dtype}, expected ids [tokens, "
+            "layers, k]."
+        )
+    return array.astype(np.int64)
+
+
 def _width(table: Array, experts: int, where: str) -> int:
     """Count the columns up to the last that has an id, and check the ids."""
     if table.ndim != 3 or table.dtype.kind not in "iu":
