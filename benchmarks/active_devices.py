@@ -32,7 +32,7 @@ def calls(shape: Shape, dtype: torch.dtype, _: list[int], rounds: int) -> list[R
     with torch.inference_mode():
         for number, (name, counts) in enumerate(turns(spent, rounds)):
             experts, rows = map(int, name.split())
-            # the id one past the last is left out
+            # the id one past the last is no expert
             ids = torch.randperm(hosted)[:experts] if experts else torch.tensor([hosted])
             ids = ids.repeat_interleave(rows).unsqueeze(1)
             hidden = torch.randn(len(ids), shape.hidden, dtype=dtype)
@@ -53,15 +53,15 @@ def devices_in_turn(shape: Shape, dtype: torch.dtype, batches: list[int], rounds
     placement = ExpertPlacement.contiguous(shape.experts, DEVICES)
     hosted, rows = shape.experts // DEVICES, []
     for batch in batches:
-        given = skewed_workload(shape, batch, 1.3, placement)
-        inputs = given.gate(given.hidden)
+        load = skewed_workload(shape, batch, 1.3, placement)
+        inputs = load.gate(load.hidden)
         work, active = {}, {}
         for most in [None, *sorted({hosted * 3 // 4, hosted // 2, max(1, hosted // 4)})[::-1]]:
             name = "none" if most is None else f"max_active={most}"
             policy = CapacityPolicy(max_active=most, mode="enforce" if most else "observe")
             a = route(inputs, policy, placement)
             weights = a.topk_weights.to(dtype)
-            split = split_by_device(given.hidden.to(dtype), a.topk_ids, weights, placement)
+            split = split_by_device(load.hidden.to(dtype), a.topk_ids, weights, placement)
             work[name] = [replace(w, ids=w.ids - i * hosted) for i, w in enumerate(split)]
             active[name] = float(a.active_after.max())
         played: dict[str, list[list[float]]] = {name: [] for name in work}

@@ -1,6 +1,6 @@
 """Fewer active experts in decode: their cost in quality on the demo model.
 
-Teacher-forced decode: one position of B sequences of held-out text is one step, decided as a decode
+Teacher-forced decode: one position of B sequences of held-out text is one step, routed as a decode
 step is, so that a pass over whole sequences judges all of their steps; the prompt's positions are
 left alone. Stand-ins and the searched placement are those that come with the package, fitted on
 training text; judged on the second half of each held-out text. It is checked that a real decode
@@ -84,7 +84,7 @@ class Judge:
                     self.logits[layer] = out[0]
 
                 hooks.append(block.gate.register_forward_hook(heard))
-            left = {
+            compensations = {
                 layer: Compensation(found, None, torch.zeros(0))
                 for layer, found in zip(pace.layers, self.found.layers, strict=True)
             }
@@ -119,7 +119,7 @@ class Judge:
                 if stand_ins and chosen.dropped.numel():
                     dropped = torch.zeros_like(ids, dtype=torch.bool)
                     dropped[order] = chosen.dropped.reshape(-1, k)
-                    out = left[layer](out, hidden, ids, w, dropped)
+                    out = compensations[layer](out, hidden, ids, w, dropped)
                 return out
 
             undo = pace.replace_experts(experts)
@@ -184,9 +184,9 @@ class Judge:
 
     def row_losses(self, logits: Tensor, ids: Tensor) -> list[float]:
         """Sum the loss of each row from the prompt's end on."""
-        kept, wanted = logits[:, self.prompt :], ids[:, self.prompt + 1 :]
+        kept, targets = logits[:, self.prompt :], ids[:, self.prompt + 1 :]
         loss = torch.nn.functional.cross_entropy(
-            kept.transpose(1, 2).float(), wanted, reduction="none"
+            kept.transpose(1, 2).float(), targets, reduction="none"
         )
         return loss.double().sum(1).tolist()
 
@@ -313,52 +313,54 @@ def main(trials: Callable[[int, str], Iterator[Trial]] = trials) -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[4, 16])
     parser.add_argument("--families", nargs="+", help="only these, such as max_active")
     parser.add_argument("--calibration", type=Path, help="another than that of the package")
-    given = parser.parse_args()
-    if given.ship:
-        measured = json.loads(given.json.read_text(encoding="utf-8"))
+    options = parser.parse_args()
+    if options.ship:
+        measured = json.loads(options.json.read_text(encoding="utf-8"))
         write_text(DECODE_FILE, to_json(shipped(measured)), private=False)
         return
     torch.set_num_threads(1)
     model, tokenizer = load_model()
-    found = load_calibration() if given.calibration is None else Calibration.load(given.calibration)
+    found = (
+        load_calibration() if options.calibration is None else Calibration.load(options.calibration)
+    )
     halves = {name: read_text(name) for name in domains()}
     halves = {name: text[len(text) // 2 :] for name, text in halves.items()}
     with progress() as tell:
-        length = given.prompt + given.length + 1
-        texts = sequences(tokenizer, halves, given.sequences, length)
+        length = options.prompt + options.length + 1
+        texts = sequences(tokenizer, halves, options.sequences, length)
         data: dict[str, Any] = {
             "schema": "paceline-active-experts/1",
             "model": "demo",
             "devices": DEVICES,
             "rank": found.layers[0].down.shape[1],
-            "sequences_a_text": given.sequences,
-            "prompt": given.prompt,
-            "decoded": given.length,
+            "sequences_a_text": options.sequences,
+            "prompt": options.prompt,
+            "decoded": options.length,
             "explained_held_out": [layer.explained for layer in found.layers],
             "checked": [],
             "results": [],
             **system_info(),
         }
-        for batch in given.batches:
+        for batch in options.batches:
             policy = f"max_active={GOAL[batch]},compensate=true"
             some = Batch(next(iter(texts.values()))[:batch], ("",) * batch)
-            judge = Judge(model, found, batch, given.prompt)
+            judge = Judge(model, found, batch, options.prompt)
             rule = at_most(by_weight, GOAL[batch])
             judged, _ = judge.losses([some], rule, True)
-            real = real_decode(model, found, some, given.prompt, policy)
+            real = real_decode(model, found, some, options.prompt, policy)
             apart = (torch.tensor(judged.sums[""]) - real).abs().max().item()
             if apart > 1e-2:
                 raise SystemExit(f"a real decode differs by {apart} nats per sequence")
             data["checked"].append({"policy": policy, "batch": batch, "nats_apart": apart})
         for kind in ("one domain", "mixed"):
-            for batch in given.batches:
-                judge = Judge(model, found, batch, given.prompt)
+            for batch in options.batches:
+                judge = Judge(model, found, batch, options.prompt)
                 run = batches_of(texts, kind, batch)
                 base, _ = judge.losses(run, None)
                 chosen = [
                     trial
                     for trial in trials(batch, kind)
-                    if not given.families or trial[0] in given.families
+                    if not options.families or trial[0] in options.families
                 ]
                 for done, (family, setting, rule, stand_ins) in enumerate(chosen):
                     tell(done, len(chosen), f"rules, {kind}, batches of {batch}")
@@ -374,7 +376,7 @@ def main(trials: Callable[[int, str], Iterator[Trial]] = trials) -> None:
                         json.dumps({k: round(v, 3) for k, v in counts.result().items()}),
                         f"{time.perf_counter() - start:.0f} s", flush=True,
                     )  # fmt: skip
-                    write_text(given.json, to_json(data), private=False)
+                    write_text(options.json, to_json(data), private=False)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8, help="generated per sequence")
     parser.add_argument("--sequences", type=int, default=16, help="of each text for quality")
     parser.add_argument("--only", choices=["quality", "speed"])
-    given = parser.parse_args()
+    options = parser.parse_args()
     warnings.simplefilter("ignore")  # all sequences are our own
     data: dict[str, Any] = {"schema": "paceline-active-models/1", "rows": []}
     data |= {"process": prepare_machine(), **system_info()}
@@ -56,16 +56,16 @@ def main() -> None:
         data["rows"] += rows
         for row in rows:
             print(line_of(row), flush=True)
-        write_text(given.json, to_json(data), private=False)
+        write_text(options.json, to_json(data), private=False)
 
-    for batch in given.batches if given.only != "speed" else ():
-        keep(quality_of_demo(batch, max(batch, given.sequences)))
-    if given.only == "quality":
+    for batch in options.batches if options.only != "speed" else ():
+        keep(quality_of_demo(batch, max(batch, options.sequences)))
+    if options.only == "quality":
         return
-    model = random_model(SHAPES["olmoe"], given.layers, torch.bfloat16)
+    model = random_model(SHAPES["olmoe"], options.layers, torch.bfloat16)
     found = random_stand_ins(model)
-    for batch in given.batches:
-        keep(speed_of_random(model, found, batch, given.rounds, given.tokens))
+    for batch in options.batches:
+        keep(speed_of_random(model, found, batch, options.rounds, options.tokens))
 
 
 def line_of(row: Mapping[str, Any]) -> str:
@@ -86,8 +86,10 @@ def line_of(row: Mapping[str, Any]) -> str:
 def policies(experts_read: float, stand_ins: tuple[bool, ...]) -> Iterator[str]:
     """Iterate over caps to these shares of the experts read; alone, and with stand-ins."""
     for share in SHARES:
-        for left in stand_ins:
-            yield f"max_active={round(share * experts_read)}" + (",compensate=true" if left else "")
+        for with_stand_ins in stand_ins:
+            yield f"max_active={round(share * experts_read)}" + (
+                ",compensate=true" if with_stand_ins else ""
+            )
 
 
 @contextmanager
@@ -96,8 +98,8 @@ def under(model: Any, policy: str, found: Calibration) -> Iterator[Any]:
     if policy == "untouched":
         yield None
         return
-    given = found if "compensate" in policy else None
-    with attach(model, policy, 1, calibration=given) as pace:
+    stand_ins = found if "compensate" in policy else None
+    with attach(model, policy, 1, calibration=stand_ins) as pace:
         yield pace
 
 

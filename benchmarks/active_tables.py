@@ -67,13 +67,13 @@ def _read(row: Row) -> str:
     return f"{row['most_active_before']:.2f} to {row['most_active_after']:.2f}"
 
 
-def _find(rows: Sequence[Row], /, **wanted: Any) -> Row | None:
-    return next((r for r in rows if all(r.get(k) == v for k, v in wanted.items())), None)
+def _find(rows: Sequence[Row], /, **fields: Any) -> Row | None:
+    return next((r for r in rows if all(r.get(k) == v for k, v in fields.items())), None)
 
 
-def _must(rows: Sequence[Row], /, **wanted: Any) -> Row:
-    found = _find(rows, **wanted)
-    assert found is not None, wanted
+def _must(rows: Sequence[Row], /, **fields: Any) -> Row:
+    found = _find(rows, **fields)
+    assert found is not None, fields
     return found
 
 
@@ -90,11 +90,12 @@ def _quality(rows: Sequence[Row]) -> Table:
             for most in (3, 2, 1):
                 where = {"kind": kind, "batch": batch, "most": most}
                 alone = _must(rows, family="max_active", stand_ins=False, **where)
-                left = _must(rows, family="max_active", stand_ins=True, **where)
+                stand_ins = _must(rows, family="max_active", stand_ins=True, **where)
                 placed = _must(rows, family=PLACED, **where)
                 lines.append([
-                    str(batch), kind, str(most), _read(left), f"{left['dropped_share']:.1%}",
-                    _change(alone), _change(left), _read(placed), _change(placed),
+                    str(batch), kind, str(most), _read(stand_ins),
+                    f"{stand_ins['dropped_share']:.1%}",
+                    _change(alone), _change(stand_ins), _read(placed), _change(placed),
                 ])  # fmt: skip
     return head, lines
 
@@ -124,10 +125,10 @@ def _choices(rows: Sequence[Row]) -> Table:
     head, lines = ["by"], []
     for batch in _batches(rows):
         head += [f"B = {batch}", f"B = {batch}, stand-ins"]
-    for name, wanted in names.items():
+    for name, fields in names.items():
         line = [name]
         for batch in _batches(rows):
-            where = {"kind": "one domain", "batch": batch, "most": GOAL[batch], **wanted}
+            where = {"kind": "one domain", "batch": batch, "most": GOAL[batch], **fields}
             line += [_change(_find(rows, stand_ins=left, **where)) for left in (False, True)]
         lines.append(line)
     return head, lines
@@ -231,7 +232,7 @@ def _ranks(rows: Sequence[Row]) -> Table:
 
 
 def _models(rows: Sequence[Row]) -> Table:
-    head = ["model", "B", "policy", "experts read a layer", "tokens a second", "ratio", "bytes",
+    head = ["model", "B", "policy", "experts read per layer", "tokens per second", "ratio", "bytes",
             "perplexity"]  # fmt: skip
     return head, [
         [r["model"], str(r["batch"]), r["policy"],

@@ -60,25 +60,25 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", choices=["calls", "devices", "model", "overhead"])
-    given = parser.parse_args()
+    options = parser.parse_args()
     warnings.simplefilter("ignore")  # all sequences are our own
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if ranks > 1:
         dist.init_process_group("gloo")
     data: Row = {"schema": "paceline-active-time/2", "ranks": ranks, "rows": []}
-    data |= {"rounds": given.rounds, "dtype": given.dtype}
+    data |= {"rounds": options.rounds, "dtype": options.dtype}
     data |= {"process": prepare_machine(rank, ranks), **system_info()}
-    dtype = getattr(torch, given.dtype)
-    for name in given.shapes:
+    dtype = getattr(torch, options.dtype)
+    for name in options.shapes:
         for part, measure in _parts(ranks).items():
-            if given.only not in (None, part) or (given.only is None and part == "overhead"):
+            if options.only not in (None, part) or (options.only is None and part == "overhead"):
                 continue
-            for row in measure(SHAPES[name], dtype, given.batches, given.rounds):
+            for row in measure(SHAPES[name], dtype, options.batches, options.rounds):
                 row = {"part": part, "shape": name, **row}
                 data["rows"].append(row)
                 if rank == 0:
                     print(line_of(row), flush=True)
-                    write_text(given.json, to_json(data), private=False)
+                    write_text(options.json, to_json(data), private=False)
     if ranks > 1:
         dist.destroy_process_group()
 

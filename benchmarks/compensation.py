@@ -49,10 +49,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--calibration", type=Path, action="append", help="folder; repeatable")
     parser.add_argument("--sequences", type=int, default=16, help="of 256 tokens, of each text")
-    given = parser.parse_args()
+    options = parser.parse_args()
     model, tokenizer = load_model()
-    found = [Calibration.load(folder) for folder in given.calibration or [CALIBRATION_FOLDER]]
-    batches = separate(held_out(tokenizer, 256, given.sequences), 16)
+    found = [Calibration.load(folder) for folder in options.calibration or [CALIBRATION_FOLDER]]
+    batches = separate(held_out(tokenizer, 256, options.sequences), 16)
     with progress() as tell:
         judge = _Judge(model, batches, (1 + len(found) * len(ROWS)) * len(batches), tell)
         results = [judge.of(one) for one in found]
@@ -81,7 +81,7 @@ def main() -> None:
         ],
         **system_info(),
     }
-    write_text(given.out, to_json(data), private=False)
+    write_text(options.out, to_json(data), private=False)
 
 
 def _spread(changes: list[float]) -> dict[str, float]:

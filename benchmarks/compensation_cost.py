@@ -5,7 +5,7 @@
 Hidden size 2048, expert width 1024, 64 experts, 8 a token, 8 devices, rank 16, random weights. The
 cap is 0.87, so that 13% are dropped. Layers without and with stand-ins are timed in turn,
 processor time of one thread; where other work makes the whole layer's time unsure, that of the
-stand-ins within it, over the layer alone, says more. The fit is timed for some experts with the
+stand-ins within it, over the layer alone, is steadier. The fit is timed for some experts with the
 rows that 65,536 tokens give each, and extended to the 64 experts of a layer.
 """
 
@@ -129,17 +129,17 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=4, help="to fit, 2 or more")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", choices=["layer", "fit"])
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    data: dict[str, Any] = {"schema": "paceline-compensation-cost/1", "threads": given.threads}
-    if given.only != "layer":
-        data["fit"] = time_fit(given.experts)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    data: dict[str, Any] = {"schema": "paceline-compensation-cost/1", "threads": options.threads}
+    if options.only != "layer":
+        data["fit"] = time_fit(options.experts)
         print(to_json(data["fit"]), flush=True)
-    if given.only != "fit":
-        data["layer"] = time_layer(given.tokens, given.rounds)
+    if options.only != "fit":
+        data["layer"] = time_layer(options.tokens, options.rounds)
         print(to_json(data["layer"]), flush=True)
-    if given.out is not None:
-        write_text(given.out, to_json({**data, **system_info()}), private=False)
+    if options.out is not None:
+        write_text(options.out, to_json({**data, **system_info()}), private=False)
 
 
 if __name__ == "__main__":

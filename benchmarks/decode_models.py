@@ -118,13 +118,13 @@ class WeightsRead(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         name = func.overloadpacket.__name__
         if name in _PRODUCTS:
-            for given in args:
-                if isinstance(given, Tensor):
-                    self._read(given, kwargs.get("offs", args[2] if len(args) > 2 else None))
+            for operand in args:
+                if isinstance(operand, Tensor):
+                    self._read(operand, kwargs.get("offs", args[2] if len(args) > 2 else None))
         return out
 
-    def _read(self, given: Tensor, ends: Any) -> None:
-        module, weight = self._known.get(given.untyped_storage().data_ptr(), ("", None))
+    def _read(self, operand: Tensor, ends: Any) -> None:
+        module, weight = self._known.get(operand.untyped_storage().data_ptr(), ("", None))
         if weight is None:
             return
         size = weight.numel() * weight.element_size()
@@ -138,7 +138,7 @@ class WeightsRead(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class ProductTime:
     """Clock of the processor time of grouped matrix products inside it: of reading experts.
 
-    What is left of a step is small beside them, so that what a cap adds to it can be told from the
+    What is left of a step is small beside them, so that what a cap adds to it stands out from the
     noise of a machine that others use too.
 
     Attributes:

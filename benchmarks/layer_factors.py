@@ -54,12 +54,12 @@ def main() -> None:
     parser.add_argument("--calibration", type=Path, default=CALIBRATION_FOLDER)
     parser.add_argument("--sequences", type=int, default=16, help="of 256 tokens, of each text")
     parser.add_argument("--tokens", type=int, default=2048, help="of each text, for the choice")
-    given = parser.parse_args()
+    options = parser.parse_args()
     model, tokenizer = load_model()
-    batches = separate(held_out(tokenizer, 256, given.sequences), 16)
-    texts = training_texts(given.tokens, None)
-    sampling = Sampling(given.tokens * len(texts), 8, 256)
-    calibration = Calibration.load(given.calibration)
+    batches = separate(held_out(tokenizer, 256, options.sequences), 16)
+    texts = training_texts(options.tokens, None)
+    sampling = Sampling(options.tokens * len(texts), 8, 256)
+    calibration = Calibration.load(options.calibration)
     data: dict[str, Any] = {
         "schema": "paceline-layer-factors/2",
         "model": "demo",
@@ -83,7 +83,7 @@ def main() -> None:
             "placed": placed, "compensate": compensate, "tried": found.factors,
             "losses": found.losses, "rows": rows,
         })  # fmt: skip
-        write_text(given.out, to_json(data), private=False)
+        write_text(options.out, to_json(data), private=False)
 
 
 def judge(

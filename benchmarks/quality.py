@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="samples of a task, of all texts alike")
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
-    given = parser.parse_args()
+    options = parser.parse_args()
     model, tokenizer = load_model()
     halves: list[dict[str, str]] = [{}, {}]
     for name in domains():
@@ -63,9 +63,9 @@ def main() -> None:
         middle = len(text) // 2
         halves[0][name], halves[1][name] = text[:middle], text[middle:]
     with progress() as tell:
-        found = _calibration(given, model, tokenizer, halves[0], tell)
-        plan = Plan(placements=(given.devices,))
-        if given.what == "sweep":
+        found = _calibration(options, model, tokenizer, halves[0], tell)
+        plan = Plan(placements=(options.devices,))
+        if options.what == "sweep":
             result: EvalResult | SweepResult = sweep(
                 model,
                 tokenizer,
@@ -77,7 +77,7 @@ def main() -> None:
                 plan=plan,
                 calibration=found,
                 sampling=SAMPLING,
-                out=given.state,
+                out=options.state,
                 progress=tell,
             )
         else:
@@ -88,29 +88,29 @@ def main() -> None:
                     halves[1],
                     SAMPLING,
                     tasks=load_tasks(dict.fromkeys(TASKS), [TASK_FOLDER]),
-                    limit=given.limit,
+                    limit=options.limit,
                     task_batch=8,
                 ),
-                out=given.state,
+                out=options.state,
                 progress=tell,
             )
-    result.model, result.command = "demo", f"python benchmarks/quality.py {given.what}"
-    write_text(given.out, to_json(result.to_dict() | {"rank": given.rank}), private=False)
-    if given.what == "sweep" and given.ship:
-        write_text(SWEEP_FILE, read_sweep(given.out).to_json(), private=False)
+    result.model, result.command = "demo", f"python benchmarks/quality.py {options.what}"
+    write_text(options.out, to_json(result.to_dict() | {"rank": options.rank}), private=False)
+    if options.what == "sweep" and options.ship:
+        write_text(SWEEP_FILE, read_sweep(options.out).to_json(), private=False)
     print(markdown(result) if isinstance(result, EvalResult) else sweep_table(result.to_dict()))
 
 
 def _calibration(
-    given: argparse.Namespace, model: Any, tokenizer: Any, texts: dict[str, str], tell: Progress
+    options: argparse.Namespace, model: Any, tokenizer: Any, texts: dict[str, str], tell: Progress
 ) -> Calibration:
-    if given.calibration is not None and given.calibration.is_dir():
-        return Calibration.load(given.calibration)
+    if options.calibration is not None and options.calibration.is_dir():
+        return Calibration.load(options.calibration)
     sampling = Sampling(tokens=40000, batch_size=8, sequence_length=256)
-    found = calibrate(model, tokenizer, texts, rank=given.rank, sampling=sampling, progress=tell)
-    if given.calibration is not None:
-        given.calibration.mkdir(parents=True)
-        found.save(given.calibration)
+    found = calibrate(model, tokenizer, texts, rank=options.rank, sampling=sampling, progress=tell)
+    if options.calibration is not None:
+        options.calibration.mkdir(parents=True)
+        found.save(options.calibration)
     return found
 
 

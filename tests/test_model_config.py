@@ -39,11 +39,17 @@ QWEN3_OMNI = {
         ({"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]}, 1),
         ({"num_hidden_layers": 28, "moe_layer_start_index": 1, "moe_layer_end_index": -1}, 27),
         ({"num_hidden_layers": 8, "expert_layer_period": 2, "expert_layer_offset": 1}, 4),
+        ({"num_hidden_layers": 2, "first_k_dense_replace": "x", "mlp_only_layers": 3}, 2),
         ({}, None),
     ],
 )
 def test_moe_layers(fields: dict[str, Any], moe_layers: int | None) -> None:
     assert ModelConfig("config.json", fields).moe_layers == moe_layers
+
+
+def test_layers_without_end() -> None:
+    with pytest.raises(ValueError, match="at most 65536 layers, got 10000000000"):
+        _ = ModelConfig("config.json", {"num_hidden_layers": 10**10}).moe_layers
 
 
 def test_lists_of_one_size_per_layer() -> None:
@@ -78,9 +84,10 @@ def run(verb: str, folder: Path, *options: str) -> Any:
 @pytest.mark.parametrize("verb", ["plan", "loads"])
 def test_a_nested_config_serves_every_verb(verb: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_OMNI))
-    result = run(verb, tmp_path, "--out" if verb == "plan" else "--html", str(tmp_path / "out"))
+    result = run(verb, tmp_path, "--json")
     assert result.exit_code == 0, result.output
-    assert (tmp_path / "out").is_file()
+    found = json.loads(result.stdout)
+    assert (found if verb == "plan" else found["planned"])["decision"] == "nothing"
 
 
 def test_a_config_without_experts_is_named(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Turn texts into fixed batches: of one text each, or mixed from all of them."""
+"""Batches of token sequences: of one text each, mixed from all texts, or of prompts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Batch:
 
 
 def cut(source: str, token_ids: Sequence[int], length: int, limit: int | None = None) -> Sequences:
-    """Cut a text into sequences of `length` tokens; what is left over at the end is not used.
+    """Cut a text into sequences of `length` tokens; a shorter rest at the end is not used.
 
     A text shorter than `length` gives one shorter sequence. At most `limit` sequences.
 
@@ -57,7 +57,7 @@ def cut(source: str, token_ids: Sequence[int], length: int, limit: int | None = 
         check_count("limit", limit)
     if len(token_ids) < 2:
         raise ValueError(
-            f"{source} gives {len(token_ids)} tokens: allowed are two or more of a tokenizer's."
+            f"{source} must give at least two tokens of the tokenizer, got {len(token_ids)}."
         )
     length = min(length, len(token_ids))
     count = len(token_ids) // length
@@ -67,7 +67,7 @@ def cut(source: str, token_ids: Sequence[int], length: int, limit: int | None = 
 
 
 def separate(parts: Sequence[Sequences], rows: int) -> list[Batch]:
-    """Batches of up to `rows` sequences, each of one text only.
+    """Return batches of up to `rows` sequences, each of one text only.
 
     >>> [len(b.ids) for b in separate([cut("a", [1, 2, 3, 4, 5, 6], length=2)], rows=2)]
     [2, 1]
@@ -81,7 +81,7 @@ def separate(parts: Sequence[Sequences], rows: int) -> list[Batch]:
 
 
 def mixed(parts: Sequence[Sequences], rows: int) -> list[Batch]:
-    """The same sequences dealt round-robin, so that every batch holds all texts alike.
+    """Return batches of the sequences in turn of every text, so that all batches are alike.
 
     Raises:
         ValueError: if the texts were cut into sequences of different lengths.
@@ -91,12 +91,12 @@ def mixed(parts: Sequence[Sequences], rows: int) -> list[Batch]:
     """
     check_count("rows", rows)
     if not parts:
-        raise ValueError("parts is empty: allowed is at least one text.")
-    if len({part.ids.shape[1] for part in parts}) > 1:
-        lengths = sorted({part.ids.shape[1] for part in parts})
+        raise ValueError("parts must have at least one text, got none.")
+    lengths = sorted({part.ids.shape[1] for part in parts})
+    if len(lengths) > 1:
         raise ValueError(
-            f"mixed batches of sequences of {lengths[0]} to {lengths[-1]} tokens: allowed is one "
-            "length, so longer texts."
+            f"mixed batches need sequences of one length, got {lengths[0]} to {lengths[-1]} "
+            "tokens: give longer texts."
         )
     longest = max(len(part.ids) for part in parts)
     dealt = [
@@ -115,7 +115,7 @@ def mixed(parts: Sequence[Sequences], rows: int) -> list[Batch]:
 
 
 def tokens_by_source(parts: Sequence[Sequences]) -> Mapping[str, int]:
-    """Tokens used of each text.
+    """Count the tokens used of each text.
 
     >>> tokens_by_source([cut("a", [1, 2, 3, 4, 5], length=2)])
     {'a': 4}
@@ -124,7 +124,7 @@ def tokens_by_source(parts: Sequence[Sequences]) -> Mapping[str, int]:
 
 
 def check_length(model: Any, length: int) -> None:
-    """Refuse sequences that are longer than a model can read.
+    """Check that a model can read sequences of a length.
 
     Raises:
         ValueError: naming the length and the most that the model's config allows.
@@ -132,7 +132,9 @@ def check_length(model: Any, length: int) -> None:
     config = model.config.get_text_config() if hasattr(model, "config") else None
     limit = getattr(config, "max_position_embeddings", None)
     if isinstance(limit, int) and length > limit:
-        raise ValueError(f"sequences of {length} tokens: allowed are {limit} for this model.")
+        raise ValueError(
+            f"sequences must have at most {limit} tokens for this model, got {length}."
+        )
 
 
 _CHARACTERS = 64  # more than a token has on average, in any text
@@ -140,13 +142,13 @@ _CHARACTERS = 64  # more than a token has on average, in any text
 
 @dataclass(frozen=True)
 class Sampling:
-    """Which tokens to run and how.
+    """Choice of tokens to run, and their batches.
 
     Attributes:
-        tokens: at most so many in all, shared equally by the texts.
-        batch_size: sequences a batch.
-        sequence_length: tokens a sequence.
-        mix: deal the sequences of all texts into every batch, else batches of one text.
+        tokens: most of all texts together, shared equally by them.
+        batch_size: sequences per batch.
+        sequence_length: tokens per sequence.
+        mix: True: every batch has sequences of all texts; False: batches of one text.
     """
 
     tokens: int = 16384
@@ -162,13 +164,13 @@ class Sampling:
 def make_batches(
     tokenizer: Any, texts: Mapping[str, str], sampling: Sampling
 ) -> tuple[list[Batch], Mapping[str, int]]:
-    """Batches of the texts and the tokens used of each.
+    """Return batches of the texts, and the tokens used of each.
 
     Raises:
         ValueError: if a text is empty, or mixing needs longer texts.
     """
     if not texts:
-        raise ValueError("texts is empty: allowed is at least one text.")
+        raise ValueError("texts must have at least one text, got none.")
     share = max(2, sampling.tokens // len(texts))
     parts: list[Sequences] = []
     for name, text in texts.items():
@@ -206,7 +208,7 @@ def padding_token(tokenizer: Any) -> int:
 
 
 def run_batch(model: Any, batch: Batch) -> None:
-    """Run a batch through a model for what its layers do: its logits are not needed.
+    """Run a batch through a model for the loads of its layers, without its logits.
 
     A model that can leave logits out does so, which saves its largest buffer.
     """

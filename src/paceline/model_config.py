@@ -14,6 +14,7 @@ from paceline.text import shortened
 # Where a multimodal config keeps its language model, and how deep such parts are nested.
 _LANGUAGE_PARTS = ("thinker_config", "text_config", "llm_config", "language_config")
 _MAX_DEPTH = 4
+_MAX_LAYERS = 1 << 16
 
 _HIDDEN_LAYERS = ("num_hidden_layers", "n_layers", "num_layers")
 _REQUIRED = {
@@ -71,17 +72,20 @@ class ModelConfig:
     def hidden_layers(self) -> int | None:
         """Hidden layers, dense ones included, None if the config does not state them."""
         kinds = self.find("layers_block_type")
-        return len(kinds) if isinstance(kinds, list) else self._number(*_HIDDEN_LAYERS)
+        layers = len(kinds) if isinstance(kinds, list) else self._number(*_HIDDEN_LAYERS)
+        if layers is not None and layers > _MAX_LAYERS:
+            raise ValueError(f"{self.where} must have at most {_MAX_LAYERS} layers, got {layers}.")
+        return layers
 
     @property
     def moe_layers(self) -> int | None:
         """Hidden layers with routed experts, None if the config does not state them."""
-        if isinstance(kinds := self.find("mlp_layer_types"), list):
-            return sum(kind != "dense" for kind in kinds)
-        if isinstance(
-            kinds := self.find("layers_block_type", "hybrid_override_pattern"), list | str
-        ):
-            return sum(kind in ("moe", "E") for kind in kinds)
+        kinds = self.find("mlp_layer_types")
+        if isinstance(kinds, list):
+            return len([kind for kind in kinds if kind != "dense"])
+        kinds = self.find("layers_block_type", "hybrid_override_pattern")
+        if isinstance(kinds, list | str):
+            return len([kind for kind in kinds if kind in ("moe", "E")])
         if isinstance(chosen := self.find("moe_layers"), list):
             return len(chosen)
         if isinstance(flags := self.find("moe_layer_freq"), list):
@@ -159,24 +163,24 @@ moe_num_experts.
         if not all(type(number) is int and number > 0 for number in values):
             got = shortened(repr(value))
             raise ValueError(f"{self.where}: {key} must be a whole number above 0, got {got}.")
-        return max(values)
+        return int(max(values))
 
     def _is_moe(self, layer: int, layers: int) -> bool:
         """Check one layer by the rules that configs without a list of layers have."""
-        first = self.find("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
-        last = self._within("moe_layer_end_index", layers - 1)
+        first = self._index("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+        last = self._index("moe_layer_end_index", default=layers - 1)
         dense = self.find("mlp_only_layers")
-        if not (first or 0) <= layer <= last or (isinstance(dense, list) and layer in dense):
+        if not first <= layer <= last or (isinstance(dense, list) and layer in dense):
             return False
         period = self._number("expert_layer_period", "moe_layer_freq")
         if period is not None:
-            return layer % period == (self.find("expert_layer_offset") or 0)
+            return layer % period == self._index("expert_layer_offset")
         step = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
         return (layer + 1) % (self._number(*step) or 1) == 0
 
-    def _within(self, key: str, last: int) -> int:
-        value = self.find(key)
-        return value if type(value) is int and 0 <= value <= last else last
+    def _index(self, *keys: str, default: int = 0) -> int:
+        value = self.find(*keys)
+        return value if type(value) is int and value >= 0 else default
 
 
 def read_model_config(path: Path) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""One file for everything that is decided about a model: policies, placements and calibration."""
+"""All decisions about a model in one file: policies, placements and calibration."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class Plan(BaseModel):
             found = None if isinstance(placement, int) else placement.num_experts
             if self.experts is not None and found not in (None, self.experts):
                 raise PlanError(
-                    f"placements[{index}] must have {self.experts} experts, as model.experts says, "
+                    f"placements[{index}] must have {self.experts} experts, as in model.experts, "
                     f"got {found}."
                 )
         if self.slots:
@@ -189,7 +189,7 @@ class Plan(BaseModel):
             )
         if self.experts not in (None, experts):
             raise PlanError(
-                f"slots must name {self.experts} experts, as model.experts says, got {experts}."
+                f"slots must name {self.experts} experts, as in model.experts, got {experts}."
             )
 
     def replace(self, **changes: Any) -> Plan:

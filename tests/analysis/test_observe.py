@@ -153,6 +153,6 @@ def test_a_cap_that_never_applied_is_told_with_its_threshold(demo: tuple[Any, An
 @pytest.mark.parametrize("field", ["tokens", "batch_size", "sequence_length"])
 @pytest.mark.parametrize("bad", [0, -1, 2.5, True, "3", None])
 def test_a_sampling_that_cant_be_is_one_sentence(field: str, bad: Any) -> None:
-    with pytest.raises(ValueError, match=rf"{field}=.* is not allowed") as caught:
+    with pytest.raises(ValueError, match=rf"{field} must be a whole number") as caught:
         Sampling(**{field: bad})
     assert len(str(caught.value).splitlines()) == 1

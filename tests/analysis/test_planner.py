@@ -302,6 +302,12 @@ def test_the_command(tmp_path: Path) -> None:
         "nothing", "cap", "place", "place and cap", "replicas",
     }  # fmt: skip
     assert said["second_half"]["ways"]["replicas"]["replica_gb_a_device"] > 0
+    names = "schema trace model notes devices hardware hardware_source precision max_mass_loss "
+    names += "min_gain min_expert_load batches batch_tokens layers second_half other_trace budgets "
+    assert list(said) == [*names.split(), "variants", "decision", "verdict", "plan"]
+    step = "microseconds stages bytes_sent receive_buffer_bytes most_active_experts dropped_share "
+    step += "gate_mass_lost layers gain"
+    assert list(said["second_half"]["frontier"][0]) == ["placement", "budget", *step.split()]
     plan = Plan.load(out)
     assert plan.layers == len(sample("esft_v2lite_law").header.layers)
     plan.check_model([64] * 6, [6] * 6)

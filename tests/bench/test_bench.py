@@ -71,7 +71,7 @@ def test_policies_get_what_a_benchmark_means() -> None:
         parse_policies(["mode=observe"], False)
     with pytest.raises(ValueError, match="live on all"):
         parse_policies(["capacity_factor=1.0,expand=own_device"], True)
-    with pytest.raises(ValueError, match="compensate is not timed here"):
+    with pytest.raises(ValueError, match="compensate must be off"):
         parse_policies(["capacity_factor=1.0,compensate=true"], False)
 
 

@@ -76,14 +76,14 @@ def test_a_model_with_a_placement_and_a_policy_a_layer(plans: dict[str, Path]) -
 
 
 BAD: dict[str, tuple[list[str], str]] = {
-    "devices": ([*LAYER, "--devices", "100"], "8 experts go on 1 to 8"),
+    "devices": ([*LAYER, "--devices", "100"], "num_devices must be from 1 to 8"),
     "skew": ([*LAYER, "--peak-to-mean", "nan"], "at least 1"),
     "too much skew": ([*LAYER, "--peak-to-mean", "inf"], "is not possible"),
     "nothing to compare": ([*LAYER, "-p", "mode=observe"], "caps nothing"),
-    "bad policy": ([*LAYER, "-p", "speed=9"], "speed is not a field"),
+    "bad policy": ([*LAYER, "-p", "speed=9"], "got speed"),
     "batch": ([*LAYER, "--batch", "x"], "own or shared"),
     "no trace": ([*LAYER, "--trace", "{tmp}/none.npz"], "there is no trace"),
-    "a folder": ([*LAYER, "--trace", "{tmp}"], "holds no trace that is known"),
+    "a folder": ([*LAYER, "--trace", "{tmp}"], "holds no known trace"),
     "no plan": ([*LAYER, "--placement", "{tmp}/none.toml"], "can't be read"),
     "no placement": ([*LAYER, "--placement", "{capped}"], "names no placement"),
     "placed twice": ([*LAYER, "--placement", "{placed}", "--devices", "3"], "give one of them"),
@@ -101,9 +101,9 @@ BAD: dict[str, tuple[list[str], str]] = {
     "shape": (["bench", "layer", "--shape", "64,32,8,9,2"], "k and devices at most experts"),
     "random": (["bench", "model", "--model", "random:1,2,3"], "hidden a multiple of 64"),
     "text": (["bench", "model", "--text", "{tmp}/none.txt"], "can't be read"),
-    "long": ([*MODEL, "--prompt-tokens", "5000", "--sequences", "1"], "allowed are 512"),
-    "many": ([*MODEL, "--new-tokens", "9999"], "allowed are 512"),
-    "devices of a model": ([*MODEL, "--devices", "100"], "32 experts go on 1 to 32"),
+    "long": ([*MODEL, "--prompt-tokens", "5000", "--sequences", "1"], "at most 512 tokens"),
+    "many": ([*MODEL, "--new-tokens", "9999"], "at most 512 tokens"),
+    "devices of a model": ([*MODEL, "--devices", "100"], "num_devices must be from 1 to 32"),
     "plan of a model": ([*MODEL, "--plan", "{two}"], "the model has 4"),
     "policies of a model": ([*MODEL, "--plan", "{pair}"], "got 2 entries"),
 }

@@ -242,7 +242,7 @@ def test_a_damaged_file_is_one_sentence(
 ) -> None:
     path = found[1].save(tmp_path)
     path.write_bytes(path.read_bytes()[:cut])
-    with pytest.raises(CalibrationError, match=r"is no calibration: .*\.$"):
+    with pytest.raises(CalibrationError, match=r"is no calibration: .*[^.]$"):
         Calibration.load(tmp_path)
 
 
@@ -319,7 +319,7 @@ def test_placements_are_those_of_the_texts_loads(found: tuple[Any, Calibration])
         want = search_map(loads, Shape(8, 4)).placement
         assert placement == want
         assert len(set(placement.sizes)) == 1
-    with pytest.raises(ValueError, match="devices=9"):
+    with pytest.raises(ValueError, match=r"devices must be .* got 9"):
         calibrate(model, Letters(), TEXTS, devices=9, sampling=SAMPLING)
 
 
@@ -354,5 +354,5 @@ def test_batches_of_arguments_teach_what_their_texts_do() -> None:
     same(calibrate(model, None, padded, rank=4), want)
     nothing = [Batch(b.ids, b.sources, {"attention_mask": b.ids * 0}) for b in batches]
     for empty in ([], nothing):
-        with pytest.raises(ValueError, match="no token"):
+        with pytest.raises(ValueError, match="must have at least one token"):
             calibrate(model, None, empty, rank=4)

@@ -129,7 +129,7 @@ def test_bad_arguments(rank: int, ridge: float, said: str) -> None:
     x = torch.randn(20, 3)
     with pytest.raises(ValueError, match=said):
         fitted(x, x, rank, ridge)
-    with pytest.raises(ValueError, match="x has shape"):
+    with pytest.raises(ValueError, match="x and y must both have shape"):
         Moments.of(x, x[:, :2])
 
 

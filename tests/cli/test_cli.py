@@ -179,6 +179,20 @@ def test_policy_is_applied_and_shadow_only_counts() -> None:
     assert "would drop" in shadow["verdict"][1]
 
 
+def test_several_policies_of_a_model_are_tried_on_its_own_choices() -> None:
+    policies = ("capacity_factor=1,min_expert_load=0", "capacity_factor=1,unit=expert")
+    result = run("loads", "demo", *RUN, "-p", policies[0], "-p", policies[1], "--json")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert (found["trace"], found["reference"]) == ("demo", "no cap")
+    assert list(found["plans"]) == ["no cap", *policies]
+    alone = json.loads(run("loads", "demo", *RUN, "-p", policies[0], "--json").stdout)
+    # the first layer has the same input with and without a cap
+    first = found["plans"][policies[0]]["layers"][0]
+    assert first["dropped"] == alone["layers"][0]["dropped"] > 0
+    assert found["plans"]["no cap"]["overall"]["gain"] == 1
+
+
 def test_loads_of_a_saved_model_with_uneven_devices(
     models: dict[str, Path], text: Path, tmp_path: Path
 ) -> None:
@@ -229,20 +243,50 @@ BAD = {
         "tokens must be a whole number >= 2, got 0",
     ),
     "page nowhere": (["{moe}", "--text", "{text}", "--html", "{tmp}/none/x.html"], "no folder"),
+    "no such file": (
+        ["{moe}", "--text", "{text}", "--placement", "{tmp}/none.toml"],
+        "can't be read",
+    ),
+    "no plan": (["{moe}", "--text", "{text}", "--plan", "{text}"], "is not TOML"),
+    "no placement": (
+        ["{moe}", "--text", "{text}", "--placement", "{capped}"],
+        "names no placement",
+    ),
+    "placed twice": (
+        ["{moe}", "--text", "{text}", "--placement", "{placed}", "--devices", "2"],
+        "give one of them",
+    ),
+    "placed by both": (
+        ["{moe}", "--text", "{text}", "--placement", "{placed}", "--plan", "{capped}"],
+        "give one of them",
+    ),
+    "plan and devices": (
+        ["{moe}", "--text", "{text}", "--plan", "{placed}", "--devices", "2"],
+        "give one of them",
+    ),
+    "two policies": (
+        ["{moe}", "--text", "{text}", "--plan", "{capped}", "--policy", "capacity_factor=1"],
+        "give one of them",
+    ),
+    "another model": (
+        ["{moe}", "--text", "{text}", "--plan", "{other}"],
+        "the plan is for 32 experts per layer",
+    ),
+    "page is a folder": (["{moe}", "--text", "{text}", "--html", "{tmp}"], "it is a folder"),
     "unknown option": (["{moe}", "--nonsense"], "nonsense"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_one_sentence_and_exit_code_2(
-    case: str, models: dict[str, Path], text: Path, tmp_path: Path
+    case: str, models: dict[str, Path], plans: dict[str, Path], text: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00\x80")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{not json")
     arguments, expected = BAD[case]
-    names = {"tmp": tmp_path, "text": text, **models}
+    names = {"tmp": tmp_path, "text": text, **models, **plans}
     result = run("loads", *(argument.format(**names) for argument in arguments), "--json")
     assert result.exit_code == 2
     assert result.stdout == ""
@@ -291,33 +335,6 @@ def test_loads_with_placements_and_plans_from_files(
     assert found("--plan", plans["capped"], "--shadow")["mode"] == "shadow"
 
 
-BAD_PLANS = {
-    "no such file": (["--placement", "{tmp}/none.toml"], "can't be read"),
-    "no plan": (["--plan", "{text}"], "is not TOML"),
-    "no placement": (["--placement", "{capped}"], "names no placement"),
-    "placed twice": (["--placement", "{placed}", "--devices", "2"], "give one of them"),
-    "placed by both": (["--placement", "{placed}", "--plan", "{capped}"], "give one of them"),
-    "plan and devices": (["--plan", "{placed}", "--devices", "2"], "give one of them"),
-    "two policies": (["--plan", "{capped}", "--policy", "capacity_factor=1"], "give one of them"),
-    "another model": (["--plan", "{other}"], "the plan is for 32 experts per layer"),
-    "page is a folder": (["--html", "{tmp}"], "it is a folder"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_PLANS)
-def test_plans_that_dont_fit_are_one_sentence(
-    case: str, models: dict[str, Path], plans: dict[str, Path], text: Path, tmp_path: Path
-) -> None:
-    options, expected = BAD_PLANS[case]
-    names = {"tmp": tmp_path, "text": text, **plans}
-    filled = [option.format(**names) for option in options]
-    result = run("loads", models["moe"], "--text", text, *filled, "--json", *RUN)
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert expected in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
-
-
 @pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root reads everything")
 def test_unreadable_folder(models: dict[str, Path], text: Path, tmp_path: Path) -> None:
     locked = tmp_path / "locked"
@@ -331,3 +348,20 @@ def test_sentence_is_one_line() -> None:
     assert sentence(ValueError("two\n lines")) == "two lines"
     assert sentence(FileNotFoundError(2, "No such file", "x.txt")) == "x.txt: No such file"
     assert sentence(ValueError()) == "ValueError"
+
+
+def test_tune_fits_stand_ins_and_chooses_factors_in_one_run(tmp_path: Path) -> None:
+    texts = ("--text", "prose", "--text", "german", "--tokens", "512")
+    sizes = ("--batch-size", "2", "--sequence-length", "128", "--rank", "1")
+    result = run("tune", "demo", *texts, *sizes, "--devices", "8", "--bound", "0.75", "--json",
+                 "--out", tmp_path / "tuned")  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["schema"] == "paceline-calibrate/1"
+    plan = paceline.Plan.load(found["plan"])
+    factors = [policy.capacity_factor for policy in plan.policies]
+    assert factors == [layer["factor"] for layer in found["factors"]["layers"]]
+    assert sum(factors) / len(factors) <= 0.75
+    assert all(policy.compensate for policy in plan.policies)
+    assert len(plan.placements) == 4
+    assert plan.calibration_folder().resolve() == (tmp_path / "tuned").resolve()

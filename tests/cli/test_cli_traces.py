@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from commands import run
 
-from paceline import CapacityPolicy
+from paceline import CapacityPolicy, ExpertPlacement
 from paceline.plan import Plan
 from paceline.traces import ImportOptions, open_trace, sample
 from paceline.traces.loads import trace_loads
@@ -37,13 +37,6 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     assert result.exit_code == 0, result.stderr
     assert "10 forwards of 4 layers" in result.stdout  # two batches of a prompt and four steps
     return {"counts": counts, "choices": choices}
-
-
-def test_help_of_every_verb_has_examples() -> None:
-    for verb in ("record", "import"):
-        result = run(verb, "--help")
-        assert result.exit_code == 0
-        assert f"paceline {verb}" in result.stdout.split("Examples:")[1]
 
 
 def test_recorded_traces_are_private_and_tell_what_ran(recorded: dict[str, Path]) -> None:
@@ -100,8 +93,6 @@ def test_an_imported_trace_needs_no_telling(tmp_path: Path) -> None:
 
 
 def test_loads_of_a_trace_on_a_plans_placement(tmp_path: Path) -> None:
-    from paceline import ExpertPlacement
-
     dealt = ExpertPlacement.explicit([expert % 4 for expert in range(32)])
     Plan(placements=(dealt,)).save(tmp_path / "plan.toml")
     result = run(
@@ -148,6 +139,25 @@ def test_simulate_is_that_of_the_library(tmp_path: Path, recorded: dict[str, Pat
         assert f"{of_plan['overall']['gain']:.2f}×" in shown
 
 
+def test_policies_are_compared_on_every_placement(tmp_path: Path) -> None:
+    dealt = ExpertPlacement.explicit([expert % 4 for expert in range(32)])
+    for name, placement in (("order", 4), ("dealt", dealt)):
+        Plan(placements=(placement,)).save(tmp_path / name)
+    order, other = str(tmp_path / "order"), str(tmp_path / "dealt")
+    trace = "sample:gpt_oss_20b_decode"
+    result = run("loads", trace, *CAP, "--placement", order, "--placement", other, "--json")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["reference"] == f"no cap, {order}"
+    assert list(found["plans"]) == [
+        f"{cap}, {where}" for where in (order, other) for cap in ("no cap", CAP[1])
+    ]
+    capped = Plan((CapacityPolicy.parse(CAP[1]),), (dealt,))
+    plans = {"no cap": Plan(placements=(4,)), "capped": capped}
+    wanted = simulate(sample("gpt_oss_20b_decode"), plans).plans["capped"]
+    assert found["plans"][f"{CAP[1]}, {other}"]["overall"]["gain"] == wanted.overall.gain
+
+
 def test_simulate_without_repeats(tmp_path: Path) -> None:
     trace = "sample:esft_v2lite_intent"
     results = {}
@@ -162,7 +172,7 @@ def test_simulate_without_repeats(tmp_path: Path) -> None:
 
 BAD = {
     "no such trace": (["loads", "{tmp}/none.npz", *CAP], "there is no trace"),
-    "unknown sample": (["loads", "sample:none"], "allowed are esft"),
+    "unknown sample": (["loads", "sample:none"], "sample must be one of esft"),
     "counts simulated": (["loads", "{counts}", *CAP], "holds counts"),
     "counts cut": (["loads", "{counts}", "--batch-tokens", "8"], "can't be cut"),
     "no experts": (["loads", "{completion}"], "--experts"),

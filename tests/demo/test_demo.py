@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 
 from paceline.cli.app import app
 from paceline.cli.demo import _show
-from paceline.demo.assets import domains, load_model, read_text
 from paceline.demo.page import findings, write_demo
 from paceline.demo.run import DemoResult
-from paceline.demo.settings import BASELINE, DEVICES, HEADLINE, DemoSettings, all_entries
+from paceline.demo.settings import BASELINE, DEVICES, ENTRIES, HEADLINE, DemoSettings
 from paceline.text import percent, signed_percent, times
 
 KINDS = ("one_domain", "mixed")
+pytestmark = pytest.mark.xdist_group("demo")  # one run of it serves all tests
 
 
 class Page(HTMLParser):
@@ -87,27 +87,23 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path
     return result.to_dict(), out, seen
 
 
+@pytest.fixture
+def results(demo: tuple[dict[str, Any], Path, list[Any]]) -> dict[str, Any]:
+    return copy.deepcopy(demo[0])
+
+
 @pytest.fixture(scope="session")
 def page(demo: tuple[dict[str, Any], Path, list[Any]]) -> Page:
     return Page((demo[1] / "index.html").read_text(encoding="utf-8"))
 
 
-def test_embedded_model_and_texts_are_there() -> None:
-    assert len(domains()) >= 2
-    assert all(read_text(name).strip() for name in domains())
-    model, _ = load_model()
-    assert not model.training
-    assert model.config.num_experts >= DEVICES
-
-
-def test_the_full_plan_has_every_policy_once() -> None:
-    entries = all_entries()
-    keys = [entry.key for entry in entries]
+def test_the_table_has_every_policy_once() -> None:
+    keys = [entry.key for entry in ENTRIES]
     assert keys[0] == BASELINE
     assert len(set(keys)) == len(keys) == 13
-    assert not entries[0].policy.caps
-    assert all(entry.policy.caps for entry in entries[1:])
-    assert all(e.counterpart in keys for e in entries if e.counterpart is not None)
+    assert not ENTRIES[0].policy.caps
+    assert all(entry.policy.caps for entry in ENTRIES[1:])
+    assert all(e.counterpart in keys for e in ENTRIES if e.counterpart is not None)
     assert {"device-1.25-score", "expanded-1", "expert-1-random"} <= set(keys)
 
 
@@ -118,8 +114,7 @@ def test_results_file_is_the_result(demo: tuple[dict[str, Any], Path, list[Any]]
     assert results["reduced"] is True
 
 
-def test_caps_hold_and_nothing_is_lost_without_one(demo: tuple[dict[str, Any], Any, Any]) -> None:
-    results = demo[0]
+def test_caps_hold_and_nothing_is_lost_without_one(results: dict[str, Any]) -> None:
     tokens = results["data"]["sequences_per_batch"] * results["data"]["sequence_length"]
     by_key = {row["key"]: row for row in results["policies"]}
     for kind in KINDS:
@@ -134,16 +129,16 @@ def test_caps_hold_and_nothing_is_lost_without_one(demo: tuple[dict[str, Any], A
         assert capped["gate_mass_kept"] < 1
         assert capped["emulated"]["bound"] >= 1
         assert by_key["expanded-1.25"][kind]["extras_share"] > 0
-        assert "against_counterpart" in by_key["expanded-1.25"][kind]
+        assert by_key["expanded-1.25"][kind]["against_counterpart"] is not None
     # The same sequences without a cap have the same perplexity, however they are batched.
     one, mixed = (by_key[BASELINE][kind]["perplexity"] for kind in KINDS)
     assert one == pytest.approx(mixed, rel=1e-4)
 
 
 def test_stand_ins_change_no_load_of_the_first_layer_and_cost_time(
-    demo: tuple[dict[str, Any], Any, Any],
+    results: dict[str, Any],
 ) -> None:
-    by_key = {row["key"]: row for row in demo[0]["policies"]}
+    by_key = {row["key"]: row for row in results["policies"]}
     alone, with_them, placed = (
         by_key[key]["one_domain"] for key in ("device-1-score", HEADLINE, f"{HEADLINE}-placed")
     )
@@ -157,13 +152,12 @@ def test_stand_ins_change_no_load_of_the_first_layer_and_cost_time(
 
 
 def test_the_terminal_shows_it_in_80_columns(
-    demo: tuple[dict[str, Any], Any, Any], capsys: pytest.CaptureFixture[str]
+    results: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    results = copy.deepcopy(demo[0])
     rows = {row["key"]: row for row in results["policies"]}
-    for row, entry in zip(results["policies"], all_entries(), strict=False):
+    for row, entry in zip(results["policies"], ENTRIES, strict=False):
         row["label"] = entry.label
-    longest = max((entry.label for entry in all_entries()), key=len)
+    longest = max((entry.label for entry in ENTRIES), key=len)
     rows[HEADLINE]["label"] = longest
     rows[HEADLINE]["one_domain"]["perplexity_change"]["mean"] = 0.9444
     _show(DemoResult(**results), Path("paceline-demo"))
@@ -173,8 +167,7 @@ def test_the_terminal_shows_it_in_80_columns(
     assert "…" not in shown
 
 
-def test_loads_add_up(demo: tuple[dict[str, Any], Any, Any]) -> None:
-    results = demo[0]
+def test_loads_add_up(results: dict[str, Any]) -> None:
     k = results["model"]["experts_per_token"]
     for name, part in results["stragglers"]["one_domain"]["by_domain"].items():
         assert len(part["layers"]) == results["model"]["layers"]
@@ -188,10 +181,7 @@ def test_loads_add_up(demo: tuple[dict[str, Any], Any, Any]) -> None:
         assert overall["device_peak_to_mean"] <= overall["device_peak_to_mean_worst"]
 
 
-def test_tables_of_the_page_are_the_results(
-    demo: tuple[dict[str, Any], Any, Any], page: Page
-) -> None:
-    results = demo[0]
+def test_tables_of_the_page_are_the_results(results: dict[str, Any], page: Page) -> None:
     for kind in KINDS:
         table = page.tables[f"policies-{kind}"]
         assert list(table) == [row["key"] for row in results["policies"]]
@@ -212,10 +202,7 @@ def test_tables_of_the_page_are_the_results(
             assert values == [round(v, 2) for v in row[kind]["perplexity"].values()]
 
 
-def test_figures_of_the_page_are_the_results(
-    demo: tuple[dict[str, Any], Any, Any], page: Page
-) -> None:
-    results = demo[0]
+def test_figures_of_the_page_are_the_results(results: dict[str, Any], page: Page) -> None:
     assert set(page.figures) == page.places
     for kind in KINDS:
         for name, figure_of in (
@@ -245,7 +232,7 @@ def test_figures_of_the_page_are_the_results(
 
 
 def test_page_works_offline_and_says_what_it_is(
-    demo: tuple[dict[str, Any], Any, Any], page: Page
+    demo: tuple[dict[str, Any], Path, list[Any]], page: Page
 ) -> None:
     results, out, _ = demo
     text = (out / "index.html").read_text(encoding="utf-8")
@@ -260,8 +247,7 @@ def test_page_works_offline_and_says_what_it_is(
     assert "reduced run" in text
 
 
-def test_findings_follow_the_figures(demo: tuple[dict[str, Any], Any, Any]) -> None:
-    results = json.loads(json.dumps(demo[0]))
+def test_findings_follow_the_figures(results: dict[str, Any]) -> None:
     row = next(r for r in results["policies"] if r["key"] == HEADLINE)
     part = row["one_domain"]
     part["perplexity_change"] |= {"mean": 0.01, "standard_error": 0.001}
@@ -286,9 +272,8 @@ def test_findings_follow_the_figures(demo: tuple[dict[str, Any], Any, Any]) -> N
 
 
 def test_the_verb_says_what_it_found_or_prints_json(
-    demo: tuple[dict[str, Any], Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    results: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    results = demo[0]
     monkeypatch.setattr("paceline.demo.page.run_demo", lambda *_: DemoResult(**results))
     arguments = ["demo", "--quick", "--out", str(tmp_path)]
     shown = CliRunner().invoke(app, arguments).stdout

@@ -43,7 +43,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_without_a_policy_all_answers_are_those_of_hf_to_the_bit(batch_size: int) -> None:
     manager = TaskManager(include_path=TASK_FOLDER, include_defaults=False)
     answers = {}
@@ -169,40 +169,26 @@ def test_bad_options_are_one_sentence(demo: tuple[Any, Any], tmp_path: Path) -> 
     lm.pace.detach()
 
 
+@pytest.mark.full
 def test_the_harness_own_command_takes_it_with_any_task(tmp_path: Path) -> None:
     """It must be told by a file: nothing of the task itself names Paceline."""
-    arguments = 'pretrained=demo,devices=8,policy="capacity_factor=1,unit=expert"'
-    told = KNOWN
     for name in ("continuation.yaml", "continuation.jsonl", "utils.py"):
         text = (TASK_FOLDER / name).read_text(encoding="utf-8")
         text = text.replace("import paceline.evaluation.harness", "")
         (tmp_path / name).write_text(text, encoding="utf-8")
-    ran = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "lm_eval",
-            "--model",
-            "paceline-hf",
-            "--model_args",
-            arguments,
-            "--tasks",
-            f"{told},paceline_continuation",
-            "--include_path",
-            str(tmp_path),
-            "--limit",
-            "4",
-            "--batch_size",
-            "4",
-            "--device",
-            "cpu",
-            "--output_path",
-            str(tmp_path / "out"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    options = {
+        "model": "paceline-hf",
+        "model_args": 'pretrained=demo,devices=8,policy="capacity_factor=1,unit=expert"',
+        "tasks": f"{KNOWN},paceline_continuation",
+        "include_path": str(tmp_path),
+        "limit": "4",
+        "batch_size": "4",
+        "device": "cpu",
+        "output_path": str(tmp_path / "out"),
+    }
+    flags = [part for name, value in options.items() for part in (f"--{name}", value)]
+    command = [sys.executable, "-m", "lm_eval", *flags]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert "paceline_continuation" in ran.stdout
     (written,) = (tmp_path / "out").rglob("results*.json")

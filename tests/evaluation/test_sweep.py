@@ -51,11 +51,17 @@ def test_every_combination_is_a_policy_once() -> None:
     assert math.ceil(FACTORS[-1] * 10**6) == 1  # the smallest leaves a unit one assignment
 
 
-def test_a_sweep_its_table_and_its_page(tmp_path: Path) -> None:
-    out = tmp_path / "swept"
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """The folder of a sweep, and its JSON on the terminal."""
+    out = tmp_path_factory.mktemp("sweep") / "swept"
     ran = _run("--factors", "3,1,0.5,0", "--keeps", "score", "--out", str(out), "--json")
     assert ran.exit_code == 0, ran.output
-    found = json.loads(ran.stdout)
+    return out, json.loads(ran.stdout)
+
+
+def test_a_sweep_its_table_and_its_page(swept: tuple[Path, Any]) -> None:
+    out, found = swept
     points = found["points"]
     assert len(points) == 4 * 2 * 2
     by_kind = {
@@ -87,18 +93,19 @@ def test_a_sweep_its_table_and_its_page(tmp_path: Path) -> None:
     assert json.loads((out / "sweep.json").read_text())["points"] == points
 
 
-def test_a_report_shows_a_sweep_and_refuses_what_is_none(tmp_path: Path) -> None:
-    swept = tmp_path / "swept"
-    assert _run("--factors", "1,0.5", "--keeps", "score", "--out", str(swept)).exit_code == 0
+def test_a_report_shows_a_sweep_and_refuses_what_is_none(
+    swept: tuple[Path, Any], tmp_path: Path
+) -> None:
+    file = swept[0] / "sweep.json"
     page = tmp_path / "page.html"
     arguments = ["loads", "sample:gpt_oss_20b_decode", "--html", str(page), "--sweep"]
-    ran = CliRunner().invoke(app, [*arguments, str(swept / "sweep.json")])
+    ran = CliRunner().invoke(app, [*arguments, str(file)])
     assert ran.exit_code == 0, ran.output
     text = page.read_text(encoding="utf-8")
     assert 'id="sweep"' in text
     assert 'data-for="sweep"' in text
-    whole = (swept / "sweep.json").read_text(encoding="utf-8")
-    shown = read_sweep(swept / "sweep.json")
+    whole = file.read_text(encoding="utf-8")
+    shown = read_sweep(file)
     assert shown.points[0].change == json.loads(whole)["points"][0]["change"]
     for broken, said in (
         (whole[:-40], "the file: "),
@@ -119,7 +126,7 @@ def test_a_report_shows_a_sweep_and_refuses_what_is_none(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--factors", "1,x"], "--factors must be numbers >= 0, got x"),
+        (["--factors", "1,x"], "--factors must be numbers >= 0, got 1,x"),
         (["--factors", "-1"], "capacity_factor must be a number > 0"),
         (["--units", "rack"], "unit must be 'device' or 'expert', got 'rack'"),
         (["--keeps", ","], "--keeps must have at least one value, got ','"),
@@ -129,7 +136,7 @@ def test_a_report_shows_a_sweep_and_refuses_what_is_none(tmp_path: Path) -> None
         ),
         (["--calibration", "/nowhere"], "/nowhere"),
         (["--out", __file__], "--out must be a folder"),
-        (["--policy", "capacity_factor=1"], "a grid has its own policies"),
+        (["--policy", "capacity_factor=1"], "can't be combined with --grid"),
         (["--compositions", "solo"], "must be one_text or mixed with --grid"),
     ],
 )

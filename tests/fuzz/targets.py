@@ -313,6 +313,7 @@ def _config() -> bytes:
         "model_type": "olmoe",
         "architectures": ["OlmoeForCausalLM"],
         "num_hidden_layers": 2,
+        "first_k_dense_replace": 1,
         "hidden_size": 16,
         "intermediate_size": 8,
         "num_experts": 4,

@@ -378,7 +378,7 @@ def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
         ([LAW, "--hardware", "h20", "--json"], "needs --model-config"),
         ([LAW, "--devices", "0", "--json"], "--devices must be at least 1"),
         ([LAW, "--devices", "65", "--json"], "65"),
-        (["sample:none", "--json"], "there is no sample"),
+        (["sample:none", "--json"], "sample must be one of"),
         ([broken, "--json"], "cut off or broken"),
         ([lacking, "--json"], "has no proper model"),
         ([pointless, "--json"], "has no proper second_half.frontier.0.budget"),

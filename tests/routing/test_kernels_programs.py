@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.full
 needs_triton = pytest.mark.skipif(not find_spec("triton"), reason="no triton")
 
 

@@ -7,22 +7,20 @@ from typing import Any
 import pytest
 import torch
 from agreement import assert_agrees, listed, run
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from strategies import Case, narrow_cases
-from test_kernels import everywhere
+from test_kernels import INSTALLED, everywhere
 from test_route_invariants import genuine, take_rows, with_inputs, with_policy
 
 from paceline import CapacityPolicy, ExpertPlacement, PolicyError, RoutingInputs, route
 from paceline.routing.active import limits_of
 from paceline.routing.backends import using_backend
 
-MANY = settings().max_examples
 INT64_MAX = 2**63 - 1
 
 
 @everywhere
-@settings(max_examples=MANY)
 @given(case=narrow_cases())
 def test_every_backend_agrees_with_the_oracle(backend: str, case: Case) -> None:
     if backend != "cuda" or case.inputs.topk_ids.shape[0] % 3 == 0:  # the interpreter is slow
@@ -176,7 +174,7 @@ def test_dtypes_and_odd_weights(backend: str, dtype: torch.dtype, weights: torch
     assert a.topk_ids.tolist() == [[8, 1], [2, 5], [8, 8], [8, 1]]
 
 
-@everywhere
+@pytest.mark.parametrize("backend", INSTALLED)
 def test_a_tie_goes_to_the_smaller_expert_however_the_sum_comes_about(backend: str) -> None:
     """Three thirds in one order or another differ in float32; here they are one exact sum."""
     third, rest = 1 / 3, 0.1

@@ -18,17 +18,21 @@ from paceline.routing.stats import LoadAccumulator
 TENSORS = [f.name for f in dataclasses.fields(RoutingInputs)
            if isinstance(getattr(batch(4, 8, 2, 0), f.name), torch.Tensor)]  # fmt: skip
 TOKENS = [24, 37, 5, 64]
-BACKENDS = [
-    "eager",
-    "aot_eager",
-    pytest.param(
-        "inductor",
-        marks=pytest.mark.skipif(
-            not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="no C++ compiler"
-        ),
-    ),
-]
-backends = pytest.mark.parametrize("backend", BACKENDS)
+no_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="no C++ compiler"
+)
+backends = pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("eager", marks=pytest.mark.full),
+        "aot_eager",
+        pytest.param("inductor", marks=[pytest.mark.full, no_compiler]),
+    ],
+)
+usual = ("source", "fill")
+every_policy = pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.full] * (n not in usual)) for n in POLICIES]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +77,7 @@ def check(
             assert torch.equal(got, want), tokens
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@every_policy
 def test_one_graph_serves_any_number_of_tokens(name: str) -> None:
     step = step_of(policy_of(name), ExpertPlacement.contiguous(8, 4))
     for mark in (True, False):
@@ -89,8 +93,22 @@ def test_one_graph_serves_any_number_of_tokens(name: str) -> None:
 
 
 @backends
-@pytest.mark.parametrize("name", ["source", "fill", "shadow"])
-@pytest.mark.parametrize("dynamic", [True, None])
+@pytest.mark.parametrize(
+    ("name", "dynamic"),
+    [
+        ("shadow", True),
+        *[
+            pytest.param(name, dynamic, marks=pytest.mark.full)
+            for name, dynamic in (
+                ("source", True),
+                ("fill", True),
+                ("source", None),
+                ("fill", None),
+                ("shadow", None),
+            )
+        ],
+    ],
+)
 def test_every_backend_of_torch_says_the_same(
     name: str, backend: str, dynamic: bool | None
 ) -> None:
@@ -106,7 +124,14 @@ def test_without_a_placement_or_a_cap(backend: str) -> None:
         check(step, torch.compile(step, fullgraph=True, backend=backend, dynamic=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32, torch.uint16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.uint8,
+        *[pytest.param(d, marks=pytest.mark.full) for d in (torch.int8, torch.int32, torch.uint16)],
+    ],
+    ids=str,
+)
 def test_ids_of_any_dtype_compile(dtype: torch.dtype) -> None:
     experts = torch.iinfo(dtype).max + 1 if dtype.itemsize == 1 else 300
     policy = policy_of("request")
@@ -125,7 +150,7 @@ def test_ids_of_any_dtype_compile(dtype: torch.dtype) -> None:
 
 
 @backends
-@pytest.mark.parametrize("dynamic", [True, None])
+@pytest.mark.parametrize("dynamic", [True, pytest.param(None, marks=pytest.mark.full)])
 def test_counting_compiles(backend: str, dynamic: bool | None) -> None:
     """One graph; what it counts is what is counted without it."""
     placement = ExpertPlacement.contiguous(8, 3)

@@ -26,6 +26,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "observe": {"mode": "observe"},
 }
 INSTALLED = [name for name, library in BACKENDS.items() if not library or find_spec(library)]
+SLOW = [pytest.param(name, marks=[pytest.mark.full] * (name == "cuda")) for name in INSTALLED]
 
 
 def edges(dtype: torch.dtype) -> list[int]:
@@ -53,7 +54,7 @@ def typed(inputs: RoutingInputs, dtype: torch.dtype) -> RoutingInputs:
     return RoutingInputs(**fields)
 
 
-@pytest.mark.parametrize("backend", INSTALLED)
+@pytest.mark.parametrize("backend", SLOW)
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_dtype_of_ids_never_matters(name: str, backend: str) -> None:
     policy = CapacityPolicy(**{"capacity_factor": 0.8, "min_expert_load": 0, **POLICIES[name]})
@@ -84,7 +85,7 @@ def test_statistics_count_ids_of_any_dtype(dtype: torch.dtype) -> None:
         assert loads.result().expert_loads_before == want.tolist()
 
 
-@pytest.mark.parametrize("backend", INSTALLED)
+@pytest.mark.parametrize("backend", SLOW)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_ids_out_of_range_are_no_assignment(dtype: torch.dtype, backend: str) -> None:
     most, least = torch.iinfo(dtype).max, torch.iinfo(dtype).min

@@ -349,9 +349,9 @@ JSONS: list[tuple[Any, str]] = [
     ([[9, 5], [11, 2]], "order of popularity"),
     ({"experts": {"1": [12, 40], "2": [3]}}, "chosen for tuning"),
     ({"P01": {"total_slots": 9, "top20": [[34, 1147, 0.01]]}}, "partial"),
-    ({}, "no kind that is known"),
-    ([], "no kind that is known"),
-    (3, "no trace that is known"),
+    ({}, "JSON of an unknown form"),
+    ([], "JSON of an unknown form"),
+    (3, "is no known trace"),
     ({"choices": [{"message": {}}]}, "has no routed_experts"),
     ({"choices": [{"routed_experts": "%%%"}]}, "is no base64"),
     ({"choices": [{"routed_experts": "AAAA"}]}, "no multiple of 4 bytes"),
@@ -373,7 +373,7 @@ JSONS: list[tuple[Any, str]] = [
     ({"num_experts": 10**9, "k": 6, "layers": {"1": {"3": 0}}}, "num_experts=1000000000"),
     ({"num_experts": 64, "k": 6, "layers": {"1": 3}}, "holds 3"),
     ({"logical_count": [[1, 2], [3]]}, "no even nested lists"),
-    ({"logical_count": [1, 2]}, "expected are 2 or 3"),
+    ({"logical_count": [1, 2]}, "expected 2 or 3"),
     ({"weight": [[1, 2]], "num_replicas": 4}, "was given"),
     ({"layers": [{"layer_id": 1, "experts": [{"expert_id": 0, "activations": 4}]}]}, "of 3"),
 ]
@@ -406,7 +406,7 @@ def test_numbers_of_experts_are_never_guessed_from_tables() -> None:
         "llama_cpp/expert_selection.csv",
         "llama_cpp/expert_trace.json",
     ):
-        with pytest.raises(TraceError, match="how many experts a layer has: give --experts"):
+        with pytest.raises(TraceError, match="the number of experts per layer: give --experts"):
             open_trace(HERE / name)
     with pytest.raises(TraceError, match="--layers"):
         open_trace(HERE / "sglang/generate_response.json", ImportOptions(experts=64))
@@ -449,9 +449,9 @@ def test_no_pickle_is_ever_run(tmp_path: Path) -> None:
         (tmp_path / "it.pkl").write_bytes(pickle.dumps(Evil(left), protocol=protocol))
         refused(tmp_path / "it.pkl", "is a pickle")
     np.save(tmp_path / "it.npy", np.array([Evil(left)], dtype=object), allow_pickle=True)
-    refused(tmp_path / "it.npy", "expected are numbers")
+    refused(tmp_path / "it.npy", "expected numbers")
     np.savez(tmp_path / "it.npz", topk_ids=np.array([Evil(left)], dtype=object))
-    refused(tmp_path / "it.npz", "expected are numbers")
+    refused(tmp_path / "it.npz", "expected numbers")
     assert not left.exists()
 
 
@@ -470,7 +470,7 @@ TORCH_FILES: list[tuple[Any, str]] = [
     ({"logical_count": torch.zeros(2, 2, 2)}, "whole numbers"),
     ({"logical_count": torch.zeros(2, 2, dtype=torch.int32)}, "3 axes"),
     ({"records": []}, "no recording of SGLang"),
-    ({"records": [3]}, "expected are dicts"),
+    ({"records": [3]}, "expected dicts"),
     ({"records": [{"global_physical_count": torch.zeros(1, 2).int()}]}, "forward_pass_id"),
     (
         {
@@ -479,7 +479,7 @@ TORCH_FILES: list[tuple[Any, str]] = [
             ],
             "last_physical_to_logical_map": torch.zeros(1, 3).long(),
         },
-        "expected is [1, 2]",
+        "expected [1, 2]",
     ),
     (
         {
@@ -530,28 +530,6 @@ def test_a_gguf_with_lengths_that_cant_be_is_refused(tmp_path: Path) -> None:
     refused(path, "version 2 or 3")
 
 
-def test_bytes_changed_at_random_end_in_a_sentence_or_a_trace(tmp_path: Path) -> None:
-    """Whatever a broken file holds, what comes out is one sentence or a trace, nothing else."""
-    rng = np.random.default_rng(5)
-    files = [path for path in HERE.rglob("*") if path.is_file() and path.suffix != ".md"]
-    for path in files:
-        raw = path.read_bytes()
-        for _ in range(12):
-            broken = bytearray(raw)
-            for at in rng.integers(0, len(raw), 3):
-                broken[at] = rng.integers(0, 256)
-            if rng.random() < 0.3:
-                broken = broken[: rng.integers(0, len(raw))]
-            copy = tmp_path / path.name.replace("_0.pt", ".pt")
-            copy.write_bytes(broken)
-            said = ""
-            try:
-                counts_of(open_trace(copy, OPTIONS))
-            except TraceError as error:
-                said = str(error)
-            assert "\n" not in said
-
-
 def test_a_statistic_of_tensorrt_that_cant_be_is_refused(tmp_path: Path) -> None:
     def fresh() -> Path:
         shutil.rmtree(tmp_path / "it", ignore_errors=True)
@@ -582,12 +560,12 @@ def test_a_statistic_of_tensorrt_that_cant_be_is_refused(tmp_path: Path) -> None
 def test_what_is_no_file_or_unknown_is_refused(tmp_path: Path) -> None:
     refused(tmp_path / "nothing", "there is no trace")
     (tmp_path / "empty").write_bytes(b"")
-    refused(tmp_path / "empty", "no trace that is known")
+    refused(tmp_path / "empty", "is no known trace")
     (tmp_path / "text").write_text("just words")
-    refused(tmp_path / "text", "no trace that is known")
+    refused(tmp_path / "text", "is no known trace")
     (tmp_path / "folder").mkdir()
-    refused(tmp_path / "folder", "holds no trace that is known")
+    refused(tmp_path / "folder", "holds no known trace")
     os.mkfifo(tmp_path / "fifo")
     refused(tmp_path / "fifo", "no plain file")
-    with pytest.raises(TraceError, match="no sample 'x': allowed are esft"):
+    with pytest.raises(TraceError, match="sample must be one of esft"):
         open_trace("sample:x")

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import stat
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -24,7 +21,6 @@ from paceline.traces import trace as trace_module
 from paceline.traces.chunk import Chunk, joined
 from paceline.traces.format import Header, Layer, parse_header
 from paceline.traces.importers import to_trace
-from paceline.traces.loads import trace_loads
 from paceline.traces.tables import load_tables
 
 
@@ -113,17 +109,17 @@ Change = Callable[[dict[str, Any]], Any]
 
 HEADERS: dict[str, tuple[Change, str]] = {
     "other format": (lambda h: h.update(format="zip"), 'format is not "paceline-trace"'),
-    "other version": (lambda h: h.update(version=2), "version=2 is not allowed"),
+    "other version": (lambda h: h.update(version=2), "version must be 1, got 2"),
     "unknown field": (lambda h: h.update(extra=1), "extra=1 is not allowed"),
     "no layers": (lambda h: h.update(layers=[]), "layers="),
     "experts of 10^18": (lambda h: h["layers"][0].update(experts=10**18), "layers.0.experts="),
-    "k above experts": (lambda h: h["layers"][0].update(k=7), "k=7 of 6 experts"),
+    "k above experts": (lambda h: h["layers"][0].update(k=7), "k must be at most experts=6, got 7"),
     "text for a number": (lambda h: h["layers"][0].update(experts="6"), "layers.0.experts='6'"),
     "a name of two lines": (lambda h: h["layers"][0].update(name="a\nb"), "layers.0.name='a"),
     "unknown content": (lambda h: h.update(content="all"), "content='all'"),
     "negative chunks": (lambda h: h.update(chunks=-1), "chunks=-1"),
     "a chunk too many": (lambda h: h.update(chunks=2), "lacks chunk-000001.safetensors"),
-    "other identity": (lambda h: h.update(identity="x"), "expected is chunk 0 of x"),
+    "other identity": (lambda h: h.update(identity="x"), "expected chunk 0 of x"),
 }
 
 
@@ -179,37 +175,30 @@ TENSORS: dict[str, tuple[Change, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", TENSORS)
+COUNTS: dict[str, tuple[Change, str]] = {
+    "negative counts": (lambda t: t["counts"].neg_(), "counts has negative values"),
+    "shares as counts": (lambda t: t.update(counts=t["counts"].double()), "expected counts"),
+    "experts that are missing": (
+        lambda t: t.update(counts=t["counts"][:, :, :, :3].clone()), "counts has shape",
+    ),
+    "an unknown group": (lambda t: t["group_codes"].fill_(3), "group_codes has a code above 1"),
+    "an unknown modality": (
+        lambda t: t["group_codes"][:, 1].fill_(4), "group_codes has a code above 3",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*TENSORS, *COUNTS])
 def test_a_chunk_that_cant_be_is_refused(tmp_path: Path, case: str) -> None:
-    change, said = TENSORS[case]
+    change, said = (TENSORS | COUNTS)[case]
     folder = tmp_path / "t"
-    save_trace(sample("gpt_oss_20b_decode"), folder)
+    save_trace(sample("gpt_oss_20b_decode") if case in TENSORS else count_trace(), folder)
     path = folder / "chunk-000000.safetensors"
     tensors = load_file(path)
     change(tensors)
     identity = json.loads((folder / "trace.json").read_text())["identity"]
     save_file(tensors, path, {"paceline-trace": identity, "chunk": "0"})
     refused(folder, said)
-
-
-def test_negative_counts_and_shares_as_counts_are_refused(tmp_path: Path) -> None:
-    for number, (change, said) in enumerate(
-        [
-            (lambda t: t["counts"].neg_(), "counts has negative values"),
-            (lambda t: t.update(counts=t["counts"].double()), "expected is counts"),
-            (lambda t: t.update(counts=t["counts"][:, :, :, :3].clone()), "counts has shape"),
-            (lambda t: t["group_codes"].fill_(3), "group_codes has a code above 1"),
-            (lambda t: t["group_codes"][:, 1].fill_(4), "group_codes has a code above 3"),
-        ]
-    ):
-        folder = tmp_path / str(number)
-        save_trace(count_trace(), folder)
-        path = folder / "chunk-000000.safetensors"
-        tensors = load_file(path)
-        change(tensors)
-        identity = json.loads((folder / "trace.json").read_text())["identity"]
-        save_file(tensors, path, {"paceline-trace": identity, "chunk": "0"})
-        refused(folder, said)
 
 
 @pytest.mark.parametrize(
@@ -240,33 +229,12 @@ def test_a_chunk_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
         refused(tmp_path / "t", "chunk-000000.safetensors")
 
 
-def test_bytes_changed_at_random_end_in_a_sentence_or_a_trace(tmp_path: Path) -> None:
-    """Whatever a broken trace holds, what comes out is TraceError, or what can be summed up."""
-    rng = np.random.default_rng(7)
-    save_trace(
-        sample("gpt_oss_20b_decode").select_layers([0, 1]).regrouped(64), tmp_path / "choices"
-    )
-    save_trace(count_trace(), tmp_path / "counts")
-    for name in ("choices", "counts") * 60:
-        folder = tmp_path / "broken"
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(tmp_path / name, folder)
-        path = folder / rng.choice(["trace.json", "chunk-000000.safetensors"])
-        broken = bytearray(path.read_bytes())
-        for at in rng.integers(0, min(1400, len(broken)), int(rng.integers(1, 5))):
-            digit = rng.random() < 0.5
-            broken[at] = rng.integers(48, 58) if digit else rng.integers(0, 256)
-        path.write_bytes(broken)
-        with suppress(TraceError):
-            trace_loads(open_trace(folder), 2)
-
-
 def test_chunks_of_two_traces_cant_be_mixed(tmp_path: Path) -> None:
     for name in "ab":
         save_trace(count_trace(), tmp_path / name)
     chunk = "chunk-000000.safetensors"
     (tmp_path / "b" / chunk).write_bytes((tmp_path / "a" / chunk).read_bytes())
-    refused(tmp_path / "b", "expected is chunk 0 of")
+    refused(tmp_path / "b", "expected chunk 0 of")
 
 
 def test_a_chunk_that_is_a_fifo_or_a_folder_is_refused(tmp_path: Path) -> None:

@@ -275,7 +275,7 @@ def _active(trace: Trace, placements: Placements) -> list[ActiveWay]:
 def _uncapped(trace: Trace, part: Part, placements: Placements) -> list[CapWay]:
     """Measure every placement without a cap, from load tables alone."""
     hosts: dict[str, list[Loads]] = {
-        name: [1.0 * unit_matrix(p.expert_to_device, p.num_devices) for p in own]
+        name: [unit_matrix(p.expert_to_device, p.num_devices).astype(np.float64) for p in own]
         for name, own in placements.items()
     }
     found = measure_balance(trace, part, hosts)

@@ -12,7 +12,6 @@ show on text:
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from paceline.analysis.results import Choices, ModelLoads, ObservedLayer, OverallStats
 from paceline.balance import combine_peaks, share, straggler_loss
-from paceline.batches import Batch, Sampling, check_length, make_batches
+from paceline.batches import Sampling, check_length, make_batches, run_batch
 from paceline.facts import Facts
 from paceline.placement import ExpertPlacement, describe_placements
 from paceline.plan import Plan
@@ -91,7 +90,7 @@ def observe_loads(
 
         pace.watch(add_evidence, Facts(scores=True, all_scores=True))
         for done, batch in enumerate(batches, start=1):
-            _run(model, batch)
+            run_batch(model, batch)
             if progress is not None:
                 progress(done, len(batches), f"{batch.ids.numel()} tokens")
         policies, layers = pace.policies, pace.stats().layers
@@ -183,17 +182,6 @@ def _overall(layers: Sequence[LayerStats]) -> OverallStats:
         **sums,
         **active,
     )
-
-
-def _run(model: Any, batch: Batch) -> None:
-    # Loads need no logits: where the model can leave them out, that saves the largest buffer.
-    spare = "logits_to_keep" in inspect.signature(model.forward).parameters
-    with torch.no_grad():
-        model(
-            input_ids=batch.ids.to(model.device),
-            use_cache=False,
-            **({"logits_to_keep": 1} if spare else {}),
-        )
 
 
 class LayerEvidence:

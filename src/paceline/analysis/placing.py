@@ -29,6 +29,7 @@ from paceline.balance import Peaks, peaks, straggler_loss
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
 from paceline.progress import Progress
+from paceline.settings import read_placement
 from paceline.traces import Trace
 
 Maps = list[ExpertMap]
@@ -112,6 +113,25 @@ def layer_plan(trace: Trace, maps: Sequence[ExpertMap], policies: Sequence[Capac
         k=ks.pop() if len(ks) == 1 else None,
         slots=tuple(own.slots for own in maps) if replicated else (),
     )
+
+
+def plan_maps(plan: Plan, trace: Trace) -> list[ExpertMap]:
+    """Return the expert map of every layer of a plan for the model of a trace.
+
+    Raises:
+        ValueError: if the plan doesn't place a layer.
+
+    >>> from paceline.traces import sample
+    >>> plan_maps(Plan(placements=(8,)), sample("gpt_oss_20b_decode"))[0].num_devices
+    8
+    """
+    maps = []
+    for index, layer in enumerate(trace.header.layers):
+        own = read_placement(plan.placement_of(index), layer.experts, layer.name)
+        if own is None:
+            raise ValueError(f"the plan must place the experts of {layer.name}.")
+        maps.append(ExpertMap.of_placement(own))
+    return maps
 
 
 def place(

@@ -42,7 +42,7 @@ def capture(model: Any, ids: Tensor, devices: int = 1) -> list[Captured]:
         ValueError: if the model has no MoE layer, or one that can't be handled.
     """
     chosen: dict[str, RoutingInputs] = {}
-    given: dict[str, Tensor] = {}
+    hidden_of: dict[str, Tensor] = {}
 
     def note(name: str, inputs: RoutingInputs, assignment: Assignment) -> None:
         chosen[name] = inputs
@@ -50,7 +50,7 @@ def capture(model: Any, ids: Tensor, devices: int = 1) -> list[Captured]:
     def keep(
         name: str, run: Callable[..., Tensor], hidden: Tensor, ids: Tensor, weights: Tensor
     ) -> Tensor:
-        given[name] = hidden.reshape(-1, hidden.shape[-1]).clone()
+        hidden_of[name] = hidden.reshape(-1, hidden.shape[-1]).clone()
         return run(hidden, ids, weights)
 
     with attach(model, None, devices, token_source="sequence") as pace:
@@ -59,6 +59,6 @@ def capture(model: Any, ids: Tensor, devices: int = 1) -> list[Captured]:
         with torch.no_grad():
             model(input_ids=ids.to(model.device), use_cache=False)
     return [
-        Captured(m.name, m.router, m.experts, given[m.name], chosen[m.name])
+        Captured(m.name, m.router, m.experts, hidden_of[m.name], chosen[m.name])
         for m in find_layers(model)
     ]

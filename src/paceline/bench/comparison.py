@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.bench.workload import Shape
+from paceline.engines.rules import with_default_pool
 from paceline.placement import ExpertPlacement
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
@@ -53,15 +54,14 @@ def _compared(
 ) -> CapacityPolicy:
     """Check that a benchmark can time a policy, and fill in what it leaves open."""
     if policy.compensate:
-        raise ValueError(f"policy {text!r}: compensate is not timed here: leave it out.")
+        raise ValueError(f"policy {text!r}: compensate must be off: stand-ins are not timed.")
     if policy.keep == "contribution":
         raise ValueError(f"policy {text!r}: keep=contribution needs a calibration, none is here.")
     if not policy.caps or policy.mode != "enforce":
         raise ValueError(f'policy {text!r} caps nothing: use "none" for the layer without a cap.')
     if any_load and policy.min_expert_load == "auto" and policy.max_active is None:
         policy = policy.replace(min_expert_load=0)
-    if not shares_batch and "pool" not in policy.model_fields_set:
-        policy = policy.replace(pool="source")
+    policy = with_default_pool(policy, own_batches=not shares_batch)
     if shares_batch and (policy.pool == "source" or policy.expand == "own_device"):
         raise ValueError(
             f"policy {text!r} needs tokens that live on a device: with a shared batch they live on "
@@ -125,8 +125,8 @@ def _check_layer(values: Sequence[Any], layer: int) -> None:
         raise ValueError(f"layer must be below {len(values)}: the plan has {len(values)} layers.")
 
 
-def _read(given: Any, experts: int, ranks: int | None, layer: int) -> ExpertPlacement:
-    placement = read_placement(given, experts, str(layer)) or ExpertPlacement.per_expert(experts)
+def _read(place: Any, experts: int, ranks: int | None, layer: int) -> ExpertPlacement:
+    placement = read_placement(place, experts, str(layer)) or ExpertPlacement.per_expert(experts)
     if ranks not in (None, placement.num_devices):
         raise ValueError(
             f"the plan must have as many devices as ranks, {ranks}, got {placement.num_devices}."

@@ -51,13 +51,13 @@ _ENDLESS = 1e18
 
 @dataclass(frozen=True)
 class Timing:
-    """The experts of one device, timed.
+    """Timing of the experts of one device.
 
     Attributes:
         shape: of the layer.
         rows: [experts] rows of each.
         seconds: of the fastest of some runs.
-        second_fastest: of the next one; how far it is off says how quiet the machine is.
+        second_fastest: of the next one; the closer, the quieter the machine.
     """
 
     shape: LayerShape
@@ -151,9 +151,9 @@ def _cases(hidden: int, size: int, means: Sequence[int], rng: random.Random) -> 
         rows = [int(rng.gammavariate(2, mean / 2)) for _ in range(EXPERTS)]
         rows[0] = max(rows[0], 1)
         ids = torch.repeat_interleave(torch.arange(EXPERTS), torch.tensor(rows)).to(device)
-        given = torch.randn((len(ids), hidden)).to(device, dtype)
+        inputs = torch.randn((len(ids), hidden)).to(device, dtype)
         weights = torch.ones((len(ids), 1), device=device, dtype=dtype)
-        cases.append(_Case(shape, tuple(rows), experts, (given, ids.unsqueeze(1), weights)))
+        cases.append(_Case(shape, tuple(rows), experts, (inputs, ids.unsqueeze(1), weights)))
     return cases
 
 

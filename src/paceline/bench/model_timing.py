@@ -1,4 +1,4 @@
-"""Time a whole model under several policies: time to first token, and tokens a second.
+"""Time a whole model under several policies: time to first token, and tokens per second.
 
 On ranks each process serves prompts of its own and hosts a part of the experts. Run directly, the
 devices are emulated: every layer's experts run one device after the other, and the time of all but

@@ -15,7 +15,12 @@ from pydantic import BaseModel
 from paceline.batches import check_length
 from paceline.bench.comparison import parse_policies, placement_of, placements_of, policy_of
 from paceline.bench.emulated import CLOCK
-from paceline.bench.layer_timing import LayerRow, compare_layers, emulate_layer
+from paceline.bench.layer_timing import (
+    LayerRow,
+    compare_layers,
+    emulate_layer,
+    time_layer_on_ranks,
+)
 from paceline.bench.model_timing import (
     ModelRow,
     compare_models,
@@ -129,7 +134,7 @@ def bench_layer(
         ValueError: if these don't fit together.
     """
     if (model is None) == (shape is None) or (model is not None and text_ids is None):
-        raise ValueError("either shape, or model with text_ids, must be given.")
+        raise ValueError("one of shape, or model with text_ids, must not be None.")
     check_count("tokens", tokens)
     check_count("rounds", rounds)
     check_count("layer", layer, 0)
@@ -160,9 +165,7 @@ def bench_layer(
         experts = build_experts(shape, placement.sizes[rank] if real else shape.experts, seed=rank)
     load = loads[0]
     if real:
-        from paceline.bench.layer_on_ranks import time_layer
-
-        measured = time_layer(
+        measured = time_layer_on_ranks(
             load, experts, placement, chosen, rounds, shares_batch=shares_batch, progress=progress
         )
     else:

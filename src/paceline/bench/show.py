@@ -115,7 +115,7 @@ def _ratios(row: Row) -> list[str]:
 
 
 def bench_page(results: Results) -> str:
-    """Return a self-contained HTML page of the results, as `--plot` writes it."""
+    """Return a self-contained HTML page of the results, as `--html` writes it."""
     rows = results.policies
     names = [row.policy.replace(",", "<br>") for row in rows]
     return render(

@@ -196,17 +196,17 @@ def model_workload(model: Any, ids: Tensor, layer: int, name: str) -> tuple[Work
     if not 0 <= layer < len(layers):
         raise ValueError(f"layer must be one of the {len(layers)} MoE layers, got {layer}.")
     router, experts, hidden = layers[layer].router, layers[layer].experts, layers[layer].hidden
-    given = replace(layers[layer].inputs, token_source=None)
+    choice = replace(layers[layer].inputs, token_source=None)
 
     def gate(rows: Tensor) -> RoutingInputs:
         router(rows)
-        return given
+        return choice
 
     stacked = [p for p in experts.parameters() if p.dim() == 3]
     intermediate = (
         min(d for p in stacked for d in p.shape[1:] if d != hidden.shape[1]) if stacked else 0
     )
-    k, num_experts = given.topk_ids.shape[1], given.experts(None)
+    k, num_experts = choice.topk_ids.shape[1], choice.experts(None)
     shape = Shape(name, hidden.shape[1], intermediate, num_experts, k, 8)
     origin = f"{name} on real text, layer {layer}"
     return Workload(origin, hidden, gate, shape, origin), experts
@@ -236,7 +236,7 @@ def trace_workload(path: Path, shape: Shape, layer: int, tokens: int, offset: in
     def some(fact: Tensor | None) -> Tensor | None:
         return None if fact is None else fact[rows]
 
-    given = replace(
+    choice = replace(
         recorded,
         topk_ids=chosen,
         topk_weights=recorded.topk_weights[rows].float().masked_fill(~kept, 0),
@@ -251,7 +251,7 @@ def trace_workload(path: Path, shape: Shape, layer: int, tokens: int, offset: in
 
     def gate(hidden: Tensor) -> RoutingInputs:
         compute(hidden)  # costs what a gate costs; the choice is the recorded one
-        return given
+        return choice
 
     return Workload(
         label=f"{shape.name}, {path.name} layer {layer}",
@@ -278,11 +278,11 @@ def _recorded(path: Path, shape: Shape, layer: int) -> RoutingInputs:
             f"trace {path} has {own.experts} experts and k={own.k}: shape {shape.name} has "
             f"{shape.experts} and k={shape.k}."
         )
-    narrow = trace.select_layers([layer])
-    whole = joined(list(narrow.chunks))
+    one_layer = trace.select_layers([layer])
+    whole = joined(list(one_layer.chunks))
     if whole.weights is None:
         raise ValueError(f"trace {path} holds no weights, which the experts' outputs need.")
-    return whole.inputs_of_rows(narrow.header, 0, 0, whole.tokens)
+    return whole.inputs_of_rows(one_layer.header, 0, 0, whole.tokens)
 
 
 def token_rows(tokenizer: Any, texts: Iterable[str], tokens: int, length: int = 256) -> Tensor:

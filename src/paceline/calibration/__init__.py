@@ -1,1 +1,1 @@
-"""What a short run on a user's text teaches about a model's experts."""
+"""Calibration: fit stand-ins of a model's experts in a short run on a user's texts."""

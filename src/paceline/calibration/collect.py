@@ -1,8 +1,8 @@
 """Run texts through a model and fit stand-ins of its experts, layer by layer.
 
-A pass over the texts keeps the inputs of as many layers as fit into a given memory, and then runs
-the experts of these layers one by one on the rows that were routed to them. Only inputs and outputs
-of experts are looked at, so that any layer which `attach` handles can be calibrated.
+A pass over the texts keeps the inputs of as many layers as fit into memory, and then runs the
+experts of these layers one by one on the rows that were routed to them. Only inputs and outputs of
+experts are used, so that any layer which `attach` handles can be calibrated.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ def calibrate(
     Args:
         model: a Mixture-of-Experts model in evaluation mode; it is restored afterwards.
         tokenizer: its tokenizer, None with batches.
-        texts: name -> text, or batches of the model's arguments: prompts with pictures, say. Rows
-            of padding (attention_mask) teach nothing.
+        texts: name -> text, or batches of the model's arguments, such as prompts with pictures.
+            Rows of padding (attention_mask) are left out.
         rank: of a stand-in, at most.
         devices: to search a placement of every layer's experts for; None: none.
-        caps: that stand-ins are to be good for: rows that these drop count most.
+        caps: that the stand-ins are for: rows that these drop weigh most.
         sampling: which tokens of texts to run.
         memory: bytes for layers' inputs; with less, the texts are run more often.
-        unfinished: folder where finished layers are kept, so that a run of the same model, texts
-            and settings that was ended goes on there.
-        progress: told after every expert and every batch.
+        unfinished: folder of finished layers, from which an interrupted run of the same model,
+            texts and settings continues.
+        progress: called after every expert and every batch.
 
     Raises:
         ValueError: if the model can't be handled, a text is too short, or an argument is bad.
@@ -100,33 +100,35 @@ def calibrate(
 
         kept = None
         if unfinished is not None:
-            said = tuple(map(str, caps))
-            settings = (type(model).__name__, identity, dict(tokens), rank, devices, said)
+            policies = tuple(map(str, caps))
+            settings = (type(model).__name__, identity, dict(tokens), rank, devices, policies)
             kept = Unfinished(unfinished, settings, [batch.ids for batch in batches], calibration)
         found = {} if kept is None else kept.found(len(identity))
         experts = [layer.num_experts for layer in identity]
         done, total = (TIMES * sum(some) for some in ([experts[i] for i in found], experts))
 
-        def tell(what: str, more: int = 0) -> None:
+        def report(label: str, more: int = 0) -> None:
             nonlocal done
             done += more
             if progress is not None:
-                progress(done, total, what)
+                progress(done, total, label)
 
         while missing := [index for index in range(len(identity)) if index not in found]:
             names = [identity[index].name for index in missing]
             with _watching(pace, names, memory // len(text_of_row)) as seen:
                 for number, batch in enumerate(batches, start=1):
-                    tell(f"batch {number} of {len(batches)}")
+                    report(f"batch {number} of {len(batches)}")
                     run_batch(model, batch)
             for index in missing:
                 layer = identity[index]
                 if layer.name not in seen:
                     if not seen and index == missing[0]:
-                        raise ValueError(f"layer {layer.name} saw no token of the texts.")
+                        raise ValueError(
+                            f"layer {layer.name} must route tokens of the texts, got none"
+                        )
                     break
                 rows = Rows(seen.pop(layer.name), layer, text_of_row, part_of_row, batch_of_row)
-                fitted = partial(tell, layer.name, 1)
+                fitted = partial(report, layer.name, 1)
                 found[index] = fit_layer(rows, rank, len(tokens), devices, fitted, caps)
                 if kept is not None:
                     kept.keep(index, found[index])
@@ -137,22 +139,22 @@ def _check(identity: Sequence[LayerIdentity], devices: int | None) -> None:
     for layer in identity:
         if len(layer.experts) < layer.num_experts:
             raise ValueError(
-                f"layer {layer.name} is spread over ranks: allowed is a model in one process."
+                f"the model must be in one process, got layer {layer.name} spread over ranks"
             )
         if devices is not None and devices > layer.num_experts:
             raise ValueError(
-                f"devices={devices} is not allowed: layer {layer.name} has {layer.num_experts} "
-                "experts."
+                f"devices must be at most {layer.num_experts}, the experts of layer {layer.name}, "
+                f"got {devices}"
             )
 
 
 def _real(batch: Batch) -> Tensor:
-    """[rows, length] bool, False for padding."""
+    """Return [rows, length] bool, False for padding."""
     return batch.given.get("attention_mask", torch.ones_like(batch.ids)) != 0
 
 
 def _tokens(batches: Sequence[Batch]) -> dict[str, int]:
-    """Tokens of each text, in order of appearance.
+    """Count the tokens of each text, in order of appearance.
 
     Raises:
         ValueError: if there are none.
@@ -162,12 +164,12 @@ def _tokens(batches: Sequence[Batch]) -> dict[str, int]:
         for source, real in zip(batch.sources, _real(batch).sum(1).tolist(), strict=True):
             tokens[source] = tokens.get(source, 0) + real
     if not sum(tokens.values()):
-        raise ValueError("batches have no token: allowed are one or more.")
+        raise ValueError("batches must have at least one token, got none")
     return tokens
 
 
 def _parts(batches: Sequence[Batch], texts: list[str]) -> tuple[Tensor, Tensor]:
-    """[rows] the text of each row, -1 for padding, and the part with which it is left out."""
+    """Return [rows] each row's text, -1 for padding, and the part with which it is left out."""
     rows = [
         torch.tensor([texts.index(s) for s in b.sources]).unsqueeze(1).where(_real(b).cpu(), -1)
         for b in batches
@@ -179,16 +181,16 @@ def _parts(batches: Sequence[Batch], texts: list[str]) -> tuple[Tensor, Tensor]:
 
 
 @contextmanager
-def _watching(pace: Any, wanted: Sequence[str], room: int) -> Iterator[dict[str, Seen]]:
-    """Keep what the first of the wanted layers' experts are given, `room` bytes a token in all."""
+def _watching(pace: Any, layers: Sequence[str], room: int) -> Iterator[dict[str, Seen]]:
+    """Keep the inputs of the first of these layers' experts, `room` bytes per token in all."""
     seen: dict[str, Seen] = {}
     free, ranked = room, dict[str, Tensor]()
 
     def keep(name: str, run: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         nonlocal free
-        if name in wanted:
+        if name in layers:
             flat = hidden.reshape(-1, hidden.shape[-1])
-            if name not in seen and wanted[len(seen) :][:1] == [name]:
+            if name not in seen and layers[len(seen) :][:1] == [name]:
                 size = flat.shape[1] * flat.element_size() + ids.shape[1] * ids.element_size()
                 if size <= free or not seen:
                     free -= size
@@ -202,7 +204,7 @@ def _watching(pace: Any, wanted: Sequence[str], room: int) -> Iterator[dict[str,
         return out
 
     def rank(name: str, inputs: RoutingInputs, _: Assignment) -> None:
-        """Before its experts run; of layers that are not wanted the last one is forgotten."""
+        """Note the ranking before the experts run."""
         scores, ids = inputs.scores, inputs.topk_ids
         if scores is None:
             metric = inputs.topk_weights if inputs.topk_scores is None else inputs.topk_scores
@@ -219,11 +221,11 @@ def _watching(pace: Any, wanted: Sequence[str], room: int) -> Iterator[dict[str,
 
 
 class Unfinished:
-    """Layers of one run, a calibration file each, under a name that tells runs apart.
+    """Finished layers of one run, a calibration file each, in a folder named after the run.
 
     Args:
-        folder: in which they are kept.
-        settings: whatever else than tokens decides what is found.
+        folder: that holds the runs' folders.
+        settings: all that the result depends on besides the tokens.
         tokens: [rows, length] of every batch.
         calibration: makes a calibration of some layers.
     """
@@ -241,7 +243,7 @@ class Unfinished:
         self._folder, self._calibration = folder / seen.hexdigest()[:16], calibration
 
     def found(self, layers: int) -> dict[int, LayerCalibration]:
-        """Those of so many layers that were finished."""
+        """Read the finished layers, of `layers` in all."""
         found: dict[int, LayerCalibration] = {}
         for index in range(layers):
             with suppress(CalibrationError):
@@ -249,10 +251,10 @@ class Unfinished:
         return found
 
     def keep(self, index: int, layer: LayerCalibration) -> None:
-        """Write a layer, whole or not at all."""
+        """Write a layer atomically."""
         self._calibration(layer).save(self._folder / str(index))
 
 
 def remove(folder: Path) -> None:
-    """Remove what runs left in it."""
+    """Remove the finished layers of interrupted runs."""
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,11 +1,11 @@
 """Fit an expert's stand-in: the low-rank ridge regression of its output on its input.
 
 Reduced-rank ridge regression (Mukherjee and Zhu, Statistical Analysis and Data Mining 2011): of
-all maps of at most that rank, the one with the least squared error plus ridge penalty. How much a
-row counts is said by `paceline.calibration.rows`.
+all maps of at most that rank, the one with the least squared error plus ridge penalty. Rows are
+weighted by `paceline.calibration.rows`.
 
-One Cholesky factor a ridge, and subspace iteration (Halko, Martinsson and Tropp, SIAM Review 2011)
-for the directions: no eigenvalue decomposition of a [hidden, hidden] matrix.
+One Cholesky factor per ridge, and subspace iteration (Halko, Martinsson and Tropp, SIAM Review
+2011) for the directions: no eigenvalue decomposition of a [hidden, hidden] matrix.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ below the smallest ridge penalty.
 """
 
 ROWS_PER_RANK = 8
-"""Rows an expert must have for every rank of its stand-in."""
+"""Rows an expert must have per rank of its stand-in."""
 
 LOG_RIDGE = 1e-2
 """Penalty of `fit_log`, relative to the mean variance of an input."""
 
-_SMALLEST_VALUE = 1e-3  # of the largest; below it, how small a value is says little
+_SMALLEST_VALUE = 1e-3  # of the largest; below it, values don't matter
 
-_SMALLEST = 1e-12  # of the largest energy of a direction; below it, it says nothing
+_SMALLEST = 1e-12  # of the largest energy of a direction; below it, it is noise
 
 _ROUNDING = 1e-14  # relative error of a mean: what is left of equal values is none of theirs
 
-_ITERATIONS, _SPARE = 4, 16  # of the subspace; directions beyond the rank that it has at least
+_ITERATIONS, _SPARE = 4, 16  # of the subspace; its fewest directions beyond the rank
 
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Count, means and centred products of rows.
+    """Count, means and centred products of an expert's rows: all that a fit needs.
 
     Attributes:
-        rows: that were summed up.
-        weight: of all of them.
+        rows: number of rows.
+        weight: sum of their weights.
         mean: [hidden] weighted mean of the inputs x.
         bias: [hidden] weighted mean of the outputs y.
         xx: [hidden, hidden] weighted sum of (x - mean)(x - mean)'.
@@ -68,7 +68,7 @@ class Moments:
 
     @classmethod
     def of(cls, x: Tensor, y: Tensor, weight: Tensor | None = None) -> Moments:
-        """Of rows; those with a value that isn't finite are left out.
+        """Sum rows up; those with a value that isn't finite are left out.
 
         Args:
             x: [rows, hidden] inputs.
@@ -83,7 +83,8 @@ class Moments:
         """
         if x.dim() != 2 or x.shape != y.shape:
             raise ValueError(
-                f"x has shape {list(x.shape)}, y {list(y.shape)}: allowed is [rows, hidden], twice."
+                f"x and y must both have shape [rows, hidden], got {list(x.shape)} and "
+                f"{list(y.shape)}"
             )
         if weight is None:
             weight = torch.ones(len(x))
@@ -97,14 +98,14 @@ class Moments:
 
 
 def no_moments(hidden: int) -> Moments:
-    """Of no rows."""
+    """Return the moments of no rows."""
     zeros = torch.zeros(hidden, dtype=torch.float64)
     table = zeros.new_zeros(hidden, hidden)
     return Moments(0, 0.0, zeros, zeros, table, table, 0.0)
 
 
 def merged(parts: Iterable[Moments]) -> Moments:
-    """Of all rows of several parts, at least one.
+    """Merge the moments of one or more parts.
 
     >>> rows = [torch.tensor([[1.0]]), torch.tensor([[3.0]])]
     >>> merged(Moments.of(part, part) for part in rows).xx.tolist()
@@ -126,7 +127,7 @@ def _of_chunk(x: Tensor, y: Tensor, weight: Tensor) -> Moments:
 
 
 def _merge(a: Moments, b: Moments) -> Moments:
-    """Chan, Golub and LeVeque, The American Statistician 1983."""
+    """Merge two (Chan, Golub and LeVeque, The American Statistician 1983)."""
     if a.rows == 0 or b.rows == 0:
         return a if b.rows == 0 else b
     total = a.weight + b.weight
@@ -150,9 +151,9 @@ class StandInFit:
     Attributes:
         bias: [hidden] mean output.
         up: [hidden, rank].
-        down: [rank, hidden], scaled so that what it gives for the rows it was fitted to has
-            variance 1 in every direction, and no two directions vary together: how far other rows
-            are from these is then the length of what it gives for them (Mahalanobis).
+        down: [rank, hidden], scaled so that its outputs for the rows fitted to have variance 1 in
+            every direction and are uncorrelated: the distance of other rows from these is then the
+            length of their outputs (Mahalanobis).
         mean: [hidden] mean input.
     """
 
@@ -163,21 +164,21 @@ class StandInFit:
 
     @property
     def rank(self) -> int:
-        """Of the map; 0: the expert has no stand-in, and the map gives zeros."""
+        """Rank of the map; 0: the expert has no stand-in, and the map returns zeros."""
         return self.down.shape[0]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[rows, hidden] what it gives for [rows, hidden]."""
+        """Apply the map to [rows, hidden] inputs."""
         return self.bias + (x - self.mean) @ self.down.T @ self.up.T
 
 
-def fit(seen: Moments, rank: int, ridge: float) -> StandInFit:
-    """The stand-in of at most this rank.
+def fit(moments: Moments, rank: int, ridge: float) -> StandInFit:
+    """Fit the stand-in of at most this rank.
 
     Args:
-        seen: rows of an expert.
-        rank: allowed; of few rows it is smaller: one for each `ROWS_PER_RANK` rows, and 0, no
-            stand-in at all, where there are not even so many.
+        moments: of an expert's rows.
+        rank: at most; smaller with few rows: one per `ROWS_PER_RANK` rows, and 0, no stand-in,
+            with fewer than that.
         ridge: penalty, relative to the mean variance of an input.
 
     Raises:
@@ -189,48 +190,48 @@ def fit(seen: Moments, rank: int, ridge: float) -> StandInFit:
     """
     check_count("rank", rank)
     if not 0 < ridge < float("inf"):
-        raise ValueError(f"ridge={ridge!r} is not allowed: it is a finite number > 0.")
-    hidden = len(seen.mean)
-    rank = min(rank, seen.rows // ROWS_PER_RANK, hidden)
-    if rank == 0 or _constant(float(seen.xx.trace()), seen.mean, seen.weight):
+        raise ValueError(f"ridge must be a finite number > 0, got {ridge!r}")
+    hidden = len(moments.mean)
+    rank = min(rank, moments.rows // ROWS_PER_RANK, hidden)
+    if rank == 0 or _constant(float(moments.xx.trace()), moments.mean, moments.weight):
         return none(hidden)
-    penalized = seen.xx.clone()
-    penalized.diagonal().add_(ridge * float(seen.xx.trace()) / hidden)
+    penalized = moments.xx.clone()
+    penalized.diagonal().add_(ridge * float(moments.xx.trace()) / hidden)
     factor = torch.linalg.cholesky(penalized)
 
     def explained(directions: Tensor) -> Tensor:
-        """xy' (xx + penalty)^-1 xy, whose leading eigenvectors are the outputs' directions."""
-        return seen.xy.T @ torch.cholesky_solve(seen.xy @ directions, factor)
+        """Multiply by xy' (xx + penalty)^-1 xy, with the outputs' directions as eigenvectors."""
+        return moments.xy.T @ torch.cholesky_solve(moments.xy @ directions, factor)
 
     random = torch.Generator().manual_seed(0)
     width = min(hidden, max(2 * rank, rank + _SPARE))
-    block = torch.randn(hidden, width, generator=random, dtype=torch.float64).to(seen.xx)
+    block = torch.randn(hidden, width, generator=random, dtype=torch.float64).to(moments.xx)
     for _ in range(_ITERATIONS):
         block = torch.linalg.qr(explained(block)).Q
     energy, turn = torch.linalg.eigh(block.T @ explained(block))
-    floor = max(float(energy[-1]) * _SMALLEST, _floor(seen.bias, seen.weight, seen.yy))
+    floor = max(float(energy[-1]) * _SMALLEST, _floor(moments.bias, moments.weight, moments.yy))
     up = block @ turn[:, -rank:][:, energy[-rank:] > floor]
-    if up.shape[1] == 0:  # outputs that are all alike depend on nothing
+    if up.shape[1] == 0:  # equal outputs depend on nothing
         return none(hidden)
-    down = torch.cholesky_solve(seen.xy @ up, factor).T
-    variance, axes = torch.linalg.eigh(down @ seen.xx @ down.T / seen.weight)
+    down = torch.cholesky_solve(moments.xy @ up, factor).T
+    variance, axes = torch.linalg.eigh(down @ moments.xx @ down.T / moments.weight)
     scale = variance.clamp(min=float(variance[-1]) * _SMALLEST).sqrt()
-    return StandInFit(seen.bias, up @ axes * scale, (axes / scale).T @ down, seen.mean)
+    return StandInFit(moments.bias, up @ axes * scale, (axes / scale).T @ down, moments.mean)
 
 
-def fit_log(seen: Moments, x: Tensor, values: Tensor, weight: Tensor) -> tuple[float, Tensor]:
-    """Expect the logarithm of a positive value of a row: constant + slope (x - mean).
+def fit_log(moments: Moments, x: Tensor, values: Tensor, weight: Tensor) -> tuple[float, Tensor]:
+    """Fit the logarithm of a positive value per row: constant + slope (x - mean).
 
-    A ridge regression. The logarithm, since the value is to be compared, and varies by its size.
+    A ridge regression. The logarithm, as values vary by orders of magnitude and are compared.
 
     Args:
-        seen: the rows; of its sums those of the inputs are used.
+        moments: of the rows; only those of the inputs are used.
         x: [rows, hidden] inputs.
-        values: [rows] >= 0; those that aren't finite say nothing.
+        values: [rows] >= 0; those that aren't finite are ignored.
         weight: [rows] > 0.
 
     Returns:
-        The constant, and [hidden] the slope. Zeros if there are no rows.
+        The constant, and the slope [hidden]; zeros if there are no rows.
 
     >>> x = torch.arange(4.0).unsqueeze(1)
     >>> constant, slope = fit_log(Moments.of(x, x), x, (2 * x[:, 0]).exp(), torch.ones(4))
@@ -239,24 +240,24 @@ def fit_log(seen: Moments, x: Tensor, values: Tensor, weight: Tensor) -> tuple[f
     """
     known = torch.isfinite(values) & torch.isfinite(x).all(1)
     x, values, weight = x[known].double(), values[known].double(), weight[known].double()
-    slope = torch.zeros(len(seen.mean), dtype=torch.float64)
+    slope = torch.zeros(len(moments.mean), dtype=torch.float64)
     if len(x) == 0:
         return 0.0, slope
     tiny = torch.finfo(torch.float32).tiny
     log = values.clamp(min=max(float(values.max()) * _SMALLEST_VALUE, tiny)).log()
     constant = float(weight @ log / weight.sum())
-    spread = float(seen.xx.trace())
-    if not _constant(spread, seen.mean, seen.weight):
-        penalized = seen.xx.clone()
+    spread = float(moments.xx.trace())
+    if not _constant(spread, moments.mean, moments.weight):
+        penalized = moments.xx.clone()
         penalized.diagonal().add_(LOG_RIDGE * spread / len(slope))
-        towards = (x - seen.mean).T @ (weight * (log - constant))
+        towards = (x - moments.mean).T @ (weight * (log - constant))
         factor = torch.linalg.cholesky(penalized)
         slope = torch.cholesky_solve(towards.unsqueeze(1), factor).squeeze(1)
     return constant, slope
 
 
 def none(hidden: int) -> StandInFit:
-    """No stand-in: zeros for every input.
+    """Return the fit of no stand-in: zeros for every input.
 
     >>> none(2)(torch.ones(1, 2)).tolist()
     [[0.0, 0.0]]
@@ -266,7 +267,7 @@ def none(hidden: int) -> StandInFit:
 
 
 def _floor(mean: Tensor, weight: float, spread: float) -> float:
-    """Energy that rounding of the means alone gives."""
+    """Return the energy that rounding of the means alone causes."""
     return _ROUNDING**2 * (spread + weight * float(mean.square().sum()))
 
 

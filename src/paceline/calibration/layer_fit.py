@@ -1,4 +1,4 @@
-"""Fit the stand-ins of one layer's experts, and judge them on texts that were left out."""
+"""Fit of one layer: the stand-ins of its experts, judged on texts that were left out."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from paceline.policy import CapacityPolicy
 from paceline.stand_ins.calibration_file import LayerCalibration
 
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
-"""Of which the best for rows that were left out is taken, one for a layer."""
+"""Candidates, of which the best on rows that were left out is taken, one per layer."""
 
 RIDGE_EXPERTS = 8
 """Experts of a layer, evenly spaced, on which ridges are compared."""
 
 DEVICES = 8
-"""That a cap per device is taken to be over, where none are named."""
+"""Default number of devices for a per-device cap."""
 
 FOLDS = 4
 """Parts that are left out in turn: whole texts, or parts of the only text."""
 
 TIMES = 2
-"""That every expert is fitted: which rows caps drop follows from what stand-ins leave."""
+"""Fits per expert: the second one weighs rows by the caps' drops, which the first one predicts."""
 
 
 def fit_layer(
@@ -39,14 +39,14 @@ def fit_layer(
     step: Callable[[], None],
     caps: Sequence[CapacityPolicy] = CAPS,
 ) -> LayerCalibration:
-    """What is to be known of a layer.
+    """Fit a layer's stand-ins, and a placement if asked for.
 
     Args:
-        rows: that it saw.
+        rows: of the layer.
         rank: of a stand-in, at most.
-        texts: whose rows they are.
+        texts: number of texts.
         devices: to place experts on; None: no placement is searched.
-        step: called after every expert, `TIMES` times for each.
+        step: called `TIMES` times per expert.
         caps: that the stand-ins are for.
     """
     layer, hidden = rows.layer, rows.hidden
@@ -115,7 +115,7 @@ def fit_layer(
 
 
 def _expected(rows: Rows, rank: int, ridge: float, step: Callable[[], None]) -> Tensor:
-    """[rows, k] norm that is expected of what a stand-in leaves of each assignment."""
+    """Estimate the norm of output minus stand-in per assignment: [rows, k]."""
     expected = torch.zeros(rows.ids.shape)
     for expert in range(rows.layer.num_experts):
         seen = rows.of(expert)
@@ -144,13 +144,13 @@ def _best_ridge(rows: Rows, rank: int) -> float:
 
 
 def _moments(seen: ExpertRows) -> list[Moments]:
-    """Of each part."""
+    """Return the moments of each part."""
     parts = (_rows_of(seen, number) for number in range(FOLDS))
     return [Moments.of(part.x, part.y, part.weight) for part in parts]
 
 
 def _each_left_out(parts: list[Moments]) -> list[tuple[int, Moments]]:
-    """Every part that has rows, and the others together."""
+    """Pair every part that has rows with the others merged."""
     return [
         (out, merged(part for number, part in enumerate(parts) if number != out))
         for out, own in enumerate(parts)
@@ -164,7 +164,7 @@ def _rows_of(seen: ExpertRows, part: int) -> ExpertRows:
 
 
 def _left(seen: ExpertRows, found: StandInFit) -> Tensor:
-    """[rows, hidden] what a stand-in leaves of the outputs."""
+    """Return the [rows, hidden] outputs minus the stand-in's."""
     x, y = seen.x.float(), seen.y.float()
     if found.rank == 0:
         return y
@@ -174,7 +174,7 @@ def _left(seen: ExpertRows, found: StandInFit) -> Tensor:
 
 
 def _by_text(values: Tensor, seen: ExpertRows, texts: int) -> Tensor:
-    """[texts] weighted sums of |values|^2 [rows, hidden]; rows that aren't finite are none."""
+    """Sum weighted |values|^2 [rows, hidden] by text: [texts]; rows not finite are left out."""
     squares = values.double().square().sum(1)
     squares = torch.where(torch.isfinite(squares), squares * seen.weight, 0)
     return torch.zeros(texts, dtype=torch.float64).index_add(0, seen.text, squares)
@@ -188,16 +188,16 @@ def _mean_norm(values: Tensor, weight: Tensor) -> float:
 
 
 def _share(energy: Tensor, left: Tensor) -> Tensor:
-    """Of the energy that is explained; negative where dropping would leave less."""
+    """Return the share of the energy explained; negative where dropping would leave less."""
     return (energy - left) / energy.clamp(min=torch.finfo(torch.float64).tiny)
 
 
 def _placement(rows: Rows, devices: int) -> tuple[int, ...]:
-    """[E] device of each expert, searched on pieces of the texts."""
+    """Search the device of each expert on pieces of the texts: [E]."""
     experts = rows.layer.num_experts
     piece = torch.arange(len(rows.ids)) // PIECE_TOKENS
     pieces = int(piece[-1]) + 1
-    chosen = (rows.ids >= 0) & (rows.ids < experts)  # the rest are no experts
+    chosen = (rows.ids >= 0) & (rows.ids < experts)  # the others are no experts
     bins = torch.where(chosen, rows.ids.long() + experts * piece.unsqueeze(1), pieces * experts)
     loads = torch.bincount(bins.flatten(), minlength=pieces * experts + 1)[:-1]
     found = search_map(loads.view(pieces, experts).numpy(), Shape(experts, devices))

@@ -1,4 +1,4 @@
-"""The rows that a MoE layer saw, by expert: inputs, outputs, text, and part to be left out."""
+"""Rows of a MoE layer by expert (inputs, outputs, text, fold), and their weights in a fit."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ CAPS = (
     CapacityPolicy(capacity_factor=1, min_expert_load=0),
     CapacityPolicy(capacity_factor=1, unit="expert", min_expert_load=0),
 )
-"""That stand-ins are fitted for, unless others are named."""
+"""Default caps that stand-ins are fitted for."""
 
 KEPT = 0.05
-"""Weight of a row that no cap drops; 1 + KEPT that of a row which all drop. Kept rows are many, and
-say what an expert does at large, where the few that are dropped don't."""
+"""Weight of a row that no cap drops; a row that all drop has 1 + KEPT. Kept rows are many, and show
+an expert's general behaviour, which the few dropped ones don't."""
 
 
 @dataclass(eq=False)
 class Seen:
-    """What one layer was given in a pass over the texts.
+    """Inputs of one layer's experts in a pass over the texts.
 
     Attributes:
-        run: the layer's experts, as `Pace.replace_experts` hands them.
+        run: the layer's experts, as `Pace.replace_experts` passes them.
         hidden: [rows, hidden] on the host, in parts.
         ids: [rows, k], likewise.
         metric: [rows, k] float32 by which a cap ranks them, likewise: gate scores, or combine
-            weights where the router's rule is not known.
+            weights where the router's rule is unknown.
         combine: [rows, k] combine weights, likewise.
         device: of the layer.
     """
@@ -48,7 +48,7 @@ class Seen:
 
 
 class ExpertRows(NamedTuple):
-    """Of one expert: x and y [rows, hidden]; text, part and how much it counts [rows]."""
+    """Rows of one expert: x and y [rows, hidden]; text, part and weight [rows]."""
 
     x: Tensor
     y: Tensor
@@ -58,11 +58,11 @@ class ExpertRows(NamedTuple):
 
 
 class Rows:
-    """The rows that a layer saw.
+    """The rows of a layer.
 
     Args:
-        seen: what it was given; its parts are taken over.
-        layer: which it is.
+        seen: inputs of its experts, which this takes over.
+        layer: its identity.
         text: [rows] text of each row, -1 for padding.
         part: [rows] part with which it is left out.
         batch: [rows] number of the batch of each row, ascending.
@@ -72,22 +72,21 @@ class Rows:
         metric: [rows, k] by which a cap ranks.
         combine: [rows, k] combine weights.
         sizes: rows of each batch.
-        weight: [rows, k] how much each assignment counts; 1, to be set.
+        weight: [rows, k] weight of each assignment in a fit; 1 until set.
 
     Raises:
-        ValueError: if the layer saw other rows than the tokens of the texts.
+        ValueError: if the rows are not the tokens of the texts.
     """
 
     def __init__(
         self, seen: Seen, layer: LayerIdentity, text: Tensor, part: Tensor, batch: Tensor
     ) -> None:
-        given = (seen.hidden, seen.ids, seen.metric, seen.combine)
-        hidden, ids, metric, combine = map(torch.cat, given)
+        parts = (seen.hidden, seen.ids, seen.metric, seen.combine)
+        hidden, ids, metric, combine = map(torch.cat, parts)
         seen.hidden, seen.ids, seen.metric, seen.combine = [], [], [], []
         if len(hidden) != len(text):
             raise ValueError(
-                f"layer {layer.name} saw {len(hidden)} rows of {len(text)} tokens: allowed is one "
-                "a token."
+                f"layer {layer.name} must have one row per token, {len(text)}, got {len(hidden)}"
             )
         real = text >= 0
         if not bool(real.all()):
@@ -102,7 +101,7 @@ class Rows:
         self._zero_experts = bool((ids >= layer.num_experts).any())
 
     def of(self, expert: int) -> ExpertRows:
-        """Those that were routed to an expert."""
+        """Return the rows that were routed to an expert."""
         chosen = self.ids == expert
         rows = chosen.any(1)
         x = self._hidden[rows]
@@ -130,7 +129,7 @@ def drop_weights(
     caps: Sequence[CapacityPolicy],
     placements: Sequence[ExpertPlacement],
 ) -> Tensor:
-    """How much each assignment counts.
+    """Weigh assignments by how many caps drop them.
 
     Args:
         ids: [rows, k] the model's choice.

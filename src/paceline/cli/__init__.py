@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Entry point: run the command line, or say what to install where it can't."""
+    """Run the command line, or say what to install where it can't run."""
     try:
         import rich  # noqa: F401
         import typer  # noqa: F401

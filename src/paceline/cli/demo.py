@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli import options
-from paceline.cli.output import command_line, console, emit, guarded, print_lines, progress, table
+from paceline.cli.output import (
+    command_line,
+    console,
+    emit,
+    guarded,
+    print_lines,
+    print_table,
+    progress,
+)
 from paceline.cli.sources import quiet
 
 if TYPE_CHECKING:
@@ -44,7 +52,7 @@ def demo(
     with progress() as tell:
         result = write_demo(
             out,
-            settings=DemoSettings.quick() if quick else DemoSettings.full(),
+            settings=DemoSettings.quick() if quick else DemoSettings(),
             progress=tell,
             command=command_line(),
         )
@@ -58,18 +66,18 @@ def _show(result: DemoResult, out: Path) -> None:
     console().print(result.findings.headline, style="bold")
     print_lines(f"- {line}" for line in result.findings.lines)
     for kind, words in KINDS.items():
-        shown = table(
+        print_table(
             f"{words.capitalize()} (speed-up: emulated)",
-            "policy", "perplexity", "dropped", "busiest", "speed-up",
-        )  # fmt: skip
-        for row in result.policies:
-            part = row.part(kind)
-            shown.add_row(
-                row.label,
-                signed_percent(part.perplexity_change.mean),
-                percent(part.dropped_share),
-                times(part.device_peak_to_mean),
-                times(part.emulated["speedup"]["median"]),
-            )
-        console().print(shown)
+            ("policy", "perplexity", "dropped", "busiest", "speed-up"),
+            [
+                (
+                    row.label,
+                    signed_percent(part.perplexity_change.mean),
+                    percent(part.dropped_share),
+                    times(part.device_peak_to_mean),
+                    times(part.emulated["speedup"]["median"]),
+                )
+                for row, part in ((each, each.part(kind)) for each in result.policies)
+            ],
+        )
     typer.echo(f"Page: {out / 'index.html'}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,12 +19,10 @@ from paceline.cli.output import (
     progress,
 )
 from paceline.cli.sources import load, plan_from_options, read_texts, with_devices
-from paceline.shipped import DEMO
+from paceline.shipped import DEMO, TASK_FOLDER
 
 if TYPE_CHECKING:
     from paceline.evaluation.results import EvalResult, SweepResult
-    from paceline.evaluation.run import Axes
-    from paceline.evaluation.tasks import Chosen
     from paceline.plan import Plan
 
 COMPOSITIONS = ("one_text", "mixed", "solo")
@@ -112,6 +111,12 @@ def evaluate(
       paceline eval allenai/OLMoE-1B-7B-0924-Instruct --suite paper --out olmoe
       paceline eval demo --grid --calibration demo --factors 1.5,1,0.75,0.5 --out swept
     """
+    from paceline.batches import Sampling
+    from paceline.evaluation.run import Axes, Job, sweep
+    from paceline.evaluation.run import evaluate as judge
+    from paceline.evaluation.subject import Subject
+    from paceline.stand_ins.calibration_file import Calibration
+
     check_folder(out)
     check_at_least(1, limit=limit, batch_size=batch_size)
     check_at_least(0, num_fewshot=num_fewshot)
@@ -119,22 +124,27 @@ def evaluate(
     names = _task_names(tasks or [], suite)
     axes, ways = None, _ways(compositions, grid)
     if grid:
-        _refuse_with_grid(places, policy=policy, tasks=tasks, suite=suite)
-        axes = _axes(factors, units, keeps, expands, calibration is not None)
+        _refuse("can't be combined with --grid", policy=policy, tasks=tasks, suite=suite)
+        if places.policies:
+            raise ValueError("--grid has its own policies: give the plan as --placement.")
+        axes = Axes.parse(factors, units, keeps, expands, calibration is not None)
+        list(axes.policies())  # an error for a bad value comes before the model is loaded
     else:
-        _refuse_without_grid(factors=factors, units=units, keeps=keeps, expands=expands)
+        _refuse("needs --grid", factors=factors, units=units, keeps=keeps, expands=expands)
     policies = [] if grid else _policies(policy or [], places, suite)
-
-    from paceline.batches import Sampling
-    from paceline.evaluation.run import Job, sweep
-    from paceline.evaluation.run import evaluate as judge
-    from paceline.evaluation.subject import Subject
-    from paceline.stand_ins.calibration_file import Calibration
 
     sampling = Sampling(tokens, batch_size, sequence_length)
     texts = read_texts(text or [], model) if text or not names else {}
     fitted = None if calibration is None else Calibration.load(calibration)
-    loaded = _load_tasks(names, model, include_path or [], num_fewshot) if names else None
+    chosen = None
+    if names:
+        if find_spec("lm_eval") is None:
+            raise ValueError("tasks need lm-evaluation-harness: pip install 'paceline[eval]'")
+        os.environ.setdefault("TQDM_DISABLE", "1")  # no bars of the harness beside ours
+        from paceline.evaluation.tasks import load_tasks
+
+        own = [TASK_FOLDER] if model == DEMO else []
+        chosen = load_tasks(names, [*own, *(include_path or [])], num_fewshot)
     network, tokenizer = load(model, dtype.value, trust_remote_code)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
@@ -146,7 +156,7 @@ def evaluate(
             )  # fmt: skip
         else:
             subject = Subject.of(network, tokenizer, policies, places, fitted)
-            job = Job(texts, sampling, ways, loaded, limit, batch_size)
+            job = Job(texts, sampling, ways, chosen, limit, batch_size)
             result = judge(subject, job, out=out, progress=tell)
     result.model, result.command = model, command_line()
     shown = _write(result, out)
@@ -195,73 +205,10 @@ def _ways(compositions: str | None, grid: bool) -> tuple[str, ...]:
     return ways
 
 
-def _refuse_with_grid(plan: Plan, **options: Any) -> None:
+def _refuse(reason: str, **options: Any) -> None:
     for name, value in options.items():
         if value:
-            raise ValueError(f"--{name} and --grid can't be combined: a grid has its own policies.")
-    if plan.policies:
-        raise ValueError("--grid takes only placements from a plan: give it as --placement.")
-
-
-def _refuse_without_grid(**options: Any) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise ValueError(f"--{name} needs --grid.")
-
-
-def _axes(
-    factors: str | None, units: str | None, keeps: str | None, expands: str | None, both: bool
-) -> Axes:
-    """Return what a grid varies, checked.
-
-    Raises:
-        ValueError: if a value is not allowed.
-    """
-    from paceline.evaluation.run import FACTORS, Axes
-
-    axes = Axes(
-        factors=FACTORS if factors is None else tuple(map(_factor, _parts("factors", factors))),
-        units=_parts("units", units or "device,expert"),
-        keeps=_parts("keeps", keeps or "score,random"),
-        expands=tuple(
-            None if e == "none" else e for e in _parts("expands", expands or "none,own_device")
-        ),
-        compensates=(False, True) if both else (False,),
-    )
-    list(axes.policies())  # an error for a bad value comes before the model is loaded
-    return axes
-
-
-def _parts(name: str, text: str) -> tuple[str, ...]:
-    parts = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    if not parts:
-        raise ValueError(f"--{name} must have at least one value, got {text!r}.")
-    return parts
-
-
-def _factor(text: str) -> float:
-    try:
-        factor = float(text)
-    except ValueError:
-        raise ValueError(f"--factors must be numbers >= 0, got {text}.") from None
-    return 1e-9 if factor == 0 else factor
-
-
-def _load_tasks(
-    names: dict[str, int | None], model: str, include: list[Path], shots: int | None
-) -> Chosen:
-    from importlib.util import find_spec
-
-    if find_spec("lm_eval") is None:
-        raise ValueError("tasks need lm-evaluation-harness: pip install 'paceline[eval]'")
-    os.environ.setdefault("TQDM_DISABLE", "1")  # no bars of the harness beside ours
-    from paceline.evaluation.tasks import load_tasks
-
-    if model == DEMO:
-        from paceline.shipped import TASK_FOLDER
-
-        include = [TASK_FOLDER, *include]
-    return load_tasks(names, include, shots)
+            raise ValueError(f"--{name} {reason}.")
 
 
 # -- results ---------------------------------------------------------------------------------------
@@ -277,7 +224,7 @@ def _write(result: EvalResult | SweepResult, out: Path | None) -> str:
 
     if isinstance(result, EvalResult):
         name, shown, page = "eval", markdown(result), None
-        if found := result.batches.found:
+        if found := result.batches["found"]:
             typer.echo(f"{found} batches had been computed before", err=True)
     else:
         swept = result.to_dict()

@@ -10,7 +10,7 @@ import typer
 from paceline.cli import options
 from paceline.cli.output import emit, guarded, progress
 from paceline.cli.sources import read_trace
-from paceline.cli.trace_loads import batches
+from paceline.cli.trace_loads import count_of
 
 
 @guarded
@@ -75,11 +75,11 @@ def import_trace(
 
 
 def _show(result: Mapping[str, Any]) -> None:
+    count = count_of(result["batches"], result["batches_are"])
     tokens = "" if result["tokens"] is None else f", {result['tokens']:,} tokens"
     typer.echo(
         f"{result['content']} of {result['layers']} layers of {result['experts']} experts, "
-        f"{batches(result | {'batch_tokens': None})}{tokens}, from {result['source']}, are in "
-        f"{result['trace']}."
+        f"{count}{tokens}, from {result['source']}, are in {result['trace']}."
     )
     for note in result["notes"]:
         typer.echo(f"Note: {note}.")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,15 +17,16 @@ from paceline.cli.output import (
     emit,
     guarded,
     print_lines,
+    print_table,
     progress,
     run_facts,
-    table,
 )
-from paceline.cli.output import console as terminal
+from paceline.cli.record import record_batches
 from paceline.cli.sources import load, plan_files, plan_from_options, read_texts, read_trace
 from paceline.shipped import DEMO
 
 if TYPE_CHECKING:
+    from paceline.analysis.results import ModelLoads
     from paceline.plan import Plan
 
 
@@ -78,10 +81,11 @@ def loads(
     """Show how uneven the expert loads of a model on your text, or of recorded traffic, are.
 
     Per layer: the busiest expert and device, how far above the mean they are, and how long an
-    average device waits. A model runs under --policy or --plan, and the table shows what they drop.
-    On a trace each --policy, --plan and --placement is tried on the same batches, and the table
-    shows what each drops and gains. Gains are bounds from the loads: nothing is timed, and a trace
-    can't tell what a drop does to quality.
+    average device waits. A model runs under one --policy or --plan, and the table shows what it
+    drops. On a trace each --policy, --plan and --placement is tried on the same batches, and the
+    table shows what each drops and gains; several for a model are tried on a recording of its own
+    choices. Gains are bounds from the loads: nothing is timed, and a trace can't tell what a drop
+    does to quality.
 
     --html writes a page that only you can read. The page of a trace has every cap behind a slider,
     a placement that is searched on the first half of the batches and judged on the second (with
@@ -92,6 +96,7 @@ def loads(
     Examples:
       paceline loads demo
       paceline loads demo --text german --policy capacity_factor=1.25
+      paceline loads demo --policy capacity_factor=1.25 --policy capacity_factor=1,unit=expert
       paceline loads ./my-moe --text prompts.txt --devices 8 --html loads.html
       paceline loads sample:esft_v2lite_law --batch-tokens 1024
       paceline loads sample:esft_v2lite_law --policy capacity_factor=1.0 --policy max_active=3
@@ -99,7 +104,7 @@ def loads(
       paceline loads response.json --model-config config.json
       paceline loads plan.json --html page.html
     """
-    from paceline.traces import is_trace
+    from paceline.traces import is_trace, open_trace
 
     check_at_least(1, devices=devices)
     check_writable(html)
@@ -117,18 +122,38 @@ def loads(
             "a trace, not a model", figures=figures, judge=judge, hardware=hardware, sweep=sweep,
             batch_tokens=batch_tokens, without=without, **facts,
         )  # fmt: skip
-        chosen = _shadowed(_one_plan(devices, policies, plans, placements), shadow)
-        from paceline.batches import Sampling
+        from paceline.analysis.observe import observe_loads
+        from paceline.analysis.verdict import model_verdict
+        from paceline.batches import Sampling, make_batches, run_batch
 
+        if any(len(each) > 1 for each in (policies, plans, placements)):
+            _refuse("one policy of a model, not several", shadow=shadow, html=html)
+            cases = trace_loads.cases(policies, plans, placements, devices)
+            texts = read_texts(text or [], source)
+            network, tokenizer = load(source, dtype.value, trust_remote_code)
+            sampling = Sampling(tokens, batch_size, sequence_length, mix)
+            batches, _ = make_batches(tokenizer, texts, sampling)
+            with TemporaryDirectory() as folder:
+                recorded = Path(folder) / "trace"
+                record_batches(network, source, batches, run_batch, recorded, "scores")
+                trace = replace(open_trace(recorded), where=source)
+                return trace_loads.compare(trace, cases, None, None, json)
+        chosen = _shadowed(_one_plan(devices, policies, plans, placements), shadow)
         sampling = Sampling(tokens, batch_size, sequence_length, mix)
+        texts = read_texts(text or [], source)
+        network, tokenizer = load(source, dtype.value, trust_remote_code)
+        with progress() as tell:
+            found = observe_loads(
+                network, tokenizer, texts, plan=chosen, sampling=sampling, progress=tell
+            )
+        verdict = model_verdict(found)
         files = plan_files(next(iter(placements), None), next(iter(plans), None))
-        result = _observed(source, text or [], chosen, sampling, dtype.value, trust_remote_code)
-        result |= files
+        more = {"model": source, "verdict": verdict, **run_facts(), **files}
         if html is not None:
             from paceline.reporting.pages import loads_page, write_page
 
-            write_page(loads_page(result), html)
-        return emit(result, json, _show)
+            write_page(loads_page(found.to_dict() | more), html)
+        return emit(found, json, lambda result: _show(result, verdict), **more)
     _refuse("a model, not a trace", shadow=shadow)
     planned = trace_loads.read_planned(source)
     if planned is not None or any(each is not None for each in (html, figures, judge, hardware,
@@ -158,7 +183,7 @@ def _refuse(kind: str, **options: Any) -> None:
 def _one_plan(
     devices: int | None, policies: Sequence[str], plans: Sequence[Path], placements: Sequence[Path]
 ) -> Plan:
-    """Return the only plan that options name, for a model or a page.
+    """Return the only plan that options name, for one run of a model or a page.
 
     Raises:
         ValueError: if they name several, or contradict each other.
@@ -168,8 +193,8 @@ def _one_plan(
     for name, values in (("policy", policies), ("plan", plans), ("placement", placements)):
         if len(values) > 1:
             raise ValueError(
-                f"--{name} must be given once for a model or a page, got {len(values)}: a table of "
-                "a trace compares several."
+                f"--{name} must be given once for a page, got {len(values)}: without --html a "
+                "table compares several."
             )
     plan = next(iter(plans), None)
     chosen = plan_from_options(devices, next(iter(placements), None), plan)
@@ -188,44 +213,27 @@ def _shadowed(plan: Plan, shadow: bool) -> Plan:
     return plan.replace(policies=tuple(each.replace(mode="shadow") for each in plan.policies))
 
 
-def _observed(
-    model: str, text: list[str], plan: Plan, sampling: Any, dtype: Any, trust_remote_code: bool
-) -> dict[str, Any]:
-    """Run a model on texts under a plan, and return its loads."""
-    texts = read_texts(text, model)
-
-    from paceline.analysis.observe import observe_loads
-    from paceline.analysis.verdict import model_verdict
-
-    network, tokenizer = load(model, dtype, trust_remote_code)
-    with progress() as tell:
-        found = observe_loads(
-            network, tokenizer, texts, plan=plan, sampling=sampling, progress=tell
-        )
-    more = {"model": model, "verdict": model_verdict(found), **run_facts()}
-    return found.to_dict() | more
-
-
-def _show(result: Mapping[str, Any]) -> None:
+def _show(result: ModelLoads, verdict: list[str]) -> None:
     from paceline.text import percent, times
 
-    capped = result["policy"] is not None
-    shown = table(
+    columns = ("layer", "expert", "× mean", "device", "× mean", "waits", "dropped", "after")
+    rows = [
+        (
+            layer.name,
+            str(layer.busiest_expert),
+            times(layer.expert_peak_to_mean_before),
+            str(layer.busiest_device),
+            times(layer.device_peak_to_mean_before),
+            percent(layer.straggler_loss_before),
+            percent(layer.dropped_share),
+            times(layer.device_peak_to_mean_after),
+        )
+        for layer in result.layers
+    ]
+    shown = len(columns) if result.policy is not None else columns.index("dropped")
+    print_table(
         "Busiest expert and device of every layer; how long an average device waits",
-        "layer", "expert", "× mean", "device", "× mean", "waits",
-        *(("dropped", "after") if capped else ()),
-    )  # fmt: skip
-    for layer in result["layers"]:
-        row = [
-            layer["name"],
-            str(layer["busiest_expert"]),
-            times(layer["expert_peak_to_mean_before"]),
-            str(layer["busiest_device"]),
-            times(layer["device_peak_to_mean_before"]),
-            percent(layer["straggler_loss_before"]),
-        ]
-        if capped:
-            row += [percent(layer["dropped_share"]), times(layer["device_peak_to_mean_after"])]
-        shown.add_row(*row)
-    terminal().print(shown)
-    print_lines(result["verdict"])
+        columns[:shown],
+        [row[:shown] for row in rows],
+    )
+    print_lines(verdict)

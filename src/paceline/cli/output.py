@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from functools import wraps
@@ -20,13 +20,13 @@ from paceline.progress import Progress
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 BAD_INPUT = 2
 _EVERY = 10.0  # seconds between two plain lines of progress
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -106,12 +106,13 @@ def check_at_least(least: int, **options: int | None) -> None:
 # -- results ---------------------------------------------------------------------------------------
 
 
-def emit(result: Any, as_json: bool, show: Callable[[Any], None]) -> None:
-    """Print a result: as JSON and nothing else, or by `show`."""
+def emit(result: T, as_json: bool, show: Callable[[T], None], **more: Any) -> None:
+    """Print a result: as JSON (with `more` in it) and nothing else, or by `show`."""
     if as_json:
         from paceline.files import to_json
 
-        typer.echo(to_json(result.to_dict() if hasattr(result, "to_dict") else result), nl=False)
+        values: Any = result.to_dict() if hasattr(result, "to_dict") else result
+        typer.echo(to_json({**values, **more}), nl=False)
     else:
         show(result)
 
@@ -133,18 +134,22 @@ def run_facts() -> dict[str, Any]:
     }
 
 
-def table(title: str, first: str, *numbers: str, fold: bool = False) -> Table:
-    """Return an empty table: a first column of names, which may fold, and columns of numbers."""
+def print_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], fold: bool = False
+) -> None:
+    """Print a table: a first column of names, which may fold, and columns of numbers."""
     from rich import box
     from rich.table import Table
 
-    made = Table(
+    shown = Table(
         title=title, title_justify="left", box=box.SIMPLE, pad_edge=False, collapse_padding=True
     )
-    made.add_column(first, no_wrap=not fold, overflow="fold" if fold else "ellipsis")
-    for name in numbers:
-        made.add_column(name, justify="right")
-    return made
+    shown.add_column(columns[0], no_wrap=not fold, overflow="fold" if fold else "ellipsis")
+    for name in columns[1:]:
+        shown.add_column(name, justify="right")
+    for row in rows:
+        shown.add_row(*row)
+    console().print(shown)
 
 
 def console() -> Console:

@@ -16,16 +16,23 @@ from paceline.cli.output import (
     emit,
     guarded,
     print_lines,
+    print_table,
     progress,
-    table,
 )
 from paceline.cli.sources import DEVICES, read_trace
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
+    from paceline.analysis.expert_map import ExpertMap
     from paceline.analysis.placing import PlacementSpec
     from paceline.analysis.plan_goal import Goal
+    from paceline.analysis.results import (
+        ActivePoint,
+        FrontierPoint,
+        JudgedPlan,
+        PlaceResult,
+        PlanResult,
+        StepCost,
+    )
     from paceline.traces import Trace
 
 
@@ -97,8 +104,10 @@ def plan(
       paceline plan sample:esft_v2lite_law --place-only --out plan.toml
       paceline plan trace --place-only --replicas 8 --model-config model --maps maps
     """
+    from paceline.analysis.expert_map import write_maps
     from paceline.analysis.hardware import BYTES
-    from paceline.analysis.placing import PlacementSpec
+    from paceline.analysis.placing import PlacementSpec, layer_plan, place, plan_maps
+    from paceline.analysis.planner import make_plan
     from paceline.model_config import read_model_config
 
     check_at_least(1, devices=devices)
@@ -129,12 +138,30 @@ def plan(
         )  # fmt: skip
 
     source, other = read(trace), None if judge is None else read(judge)
+    more: dict[str, Any] = {"plan": None if out is None else str(out)}
+    with progress() as tell:
+        if goal is None:
+            found, placed = place(source, spec, other, batch_tokens, tell)
+            made = layer_plan(source, found, [])
+            more |= {
+                "replica_gb_a_device": _replica_gb(found, model_config, precision),
+                "maps": [],
+                "slots": [list(own.slots) for own in found],
+            }
+        else:
+            made, decided = make_plan(source, goal, other, batch_tokens, tell)
+            found = plan_maps(made, source)
+    if out is not None:
+        made.save(out)
+    if maps is not None:
+        names = [layer.name for layer in source.header.layers]
+        more["maps"] = [str(path) for path in write_maps(found, names, layers, maps)]
     if goal is None:
-        result = _place(source, spec, other, batch_tokens, out, maps, layers,
-                        model_config, precision)  # fmt: skip
+        emit(placed, json, lambda result: _show_placement(result, more), **more)
     else:
-        result = _decide(source, goal, other, batch_tokens, out, maps, layers)
-    emit(result, json, _show_placement if place_only else _show)
+        emit(decided, json, _show, **more)
+    if not json:
+        print_lines([], [more["plan"], *more.get("maps", [])])
 
 
 def goal_of(
@@ -174,124 +201,22 @@ def _share(name: str, text: str) -> float:
     return value
 
 
-# -- the decision ----------------------------------------------------------------------------------
+def _replica_gb(maps: list[ExpertMap], config: Path | None, precision: str | None) -> float | None:
+    """Return the memory that replicas take of a device, where a model's sizes are known."""
+    from paceline.analysis.cost import layer_shape
+    from paceline.analysis.expert_map import replica_bytes
+    from paceline.analysis.hardware import BYTES
+
+    if config is None or not any(own.replicas for own in maps):
+        return None
+    shape = layer_shape(config, precision)
+    return replica_bytes(maps, shape.hidden, shape.expert_size, BYTES[shape.precision]) / 1e9
 
 
-def _decide(
-    trace: Trace,
-    goal: Goal,
-    judge: Trace | None,
-    batch_tokens: int | None,
-    out: Path | None,
-    maps: Path | None,
-    hidden_layers: int | None,
-) -> dict[str, Any]:
-    from paceline.analysis.expert_map import ExpertMap, write_maps
-    from paceline.analysis.planner import make_plan
-    from paceline.placement import ExpertPlacement
-
-    with progress() as tell:
-        found, made = make_plan(trace, goal, judge, batch_tokens, tell)
-    if out is not None:
-        found.save(out)
-        made.plan = str(out)
-    result = made.to_dict()
-    if maps is not None:
-        placed = []
-        for index, layer in enumerate(trace.header.layers):
-            own = found.placement_of(index)
-            assert own is not None  # a decision is for devices
-            if not isinstance(own, ExpertPlacement):
-                own = ExpertPlacement.contiguous(layer.experts, own)
-            placed.append(ExpertMap.of_placement(own))
-        names = [layer.name for layer in trace.header.layers]
-        result["maps"] = [str(path) for path in write_maps(placed, names, hidden_layers, maps)]
-    return result
-
-
-def _show(result: Mapping[str, Any]) -> None:
-    out = console()
-    for name, title in (
-        ("second_half", f"{result['trace']}, second half"),
-        ("other_trace", (result["other_trace"] or {}).get("trace", "")),
-    ):
-        part = result[name]
-        if part is not None:
-            out.print(_ways(part, f"{title}, on {result['hardware']} x {result['devices']}"))
-            out.print(_frontier(part))
-            if part["active"]:
-                out.print(_active(part))
-    if result["variants"]:
-        out.print(_variants(result))
-    print_lines(f"Note: {note}" for note in result["notes"])
-    out.print(f"Decision: {result['decision']}", style="bold")
-    print_lines(
-        (f"- {line}" for line in result["verdict"]), [result["plan"], *result.get("maps", [])]
-    )
-
+# -- tables ----------------------------------------------------------------------------------------
 
 _LOSSES = ("gain", "dropped", "mass lost")
-
-
-def _losses(point: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return the cells under gain, dropped and mass lost."""
-    mass = point["gate_mass_lost"]
-    return (
-        f"{point['gain']:+.1%}",
-        f"{point['dropped_share']:.2%}",
-        "-" if mass is None else f"{mass:.2%}",
-    )
-
-
-def _ways(part: Mapping[str, Any], title: str) -> Table:
-    """Return the four ways, one per row."""
-    shown = table(title, "way", "us per step", *_LOSSES, "MB sent", "MB received")
-    for name, way in part["ways"].items():
-        shown.add_row(
-            name,
-            f"{way['microseconds']:.0f}",
-            *_losses(way),
-            f"{way['bytes_sent'] / 1e6:.1f}",
-            f"{way['receive_buffer_bytes'] / 1e6:.1f}",
-        )
-    return shown
-
-
-def _where(point: Mapping[str, Any]) -> str:
-    return "placed" if point["placement"] == "placed" else "in order"
-
-
-def _frontier(part: Mapping[str, Any]) -> Table:
-    """Return gains against what is lost."""
-    shown = table("Caps by the gate mass they may lose", "placement", "budget", *_LOSSES)
-    for point in part["frontier"]:
-        shown.add_row(_where(point), f"{point['budget']:.2%}", *_losses(point))
-    return shown
-
-
-def _active(part: Mapping[str, Any]) -> Table:
-    """Return the gains of capping active experts."""
-    shown = table(
-        "max_active: experts that a device reads, where batches are small (decode)",
-        "placement", "max_active", "reads", *_LOSSES,
-    )  # fmt: skip
-    for point in part["active"]:
-        reads = f"{point['most_active_experts']:.2f}"
-        shown.add_row(_where(point), str(point["max_active"]), reads, *_losses(point))
-    return shown
-
-
-def _variants(result: Mapping[str, Any]) -> Table:
-    """Return the gains of other settings of the chosen caps."""
-    shown = table("Place and cap, with another setting", "setting", *_LOSSES)
-    for point in result["variants"]:
-        shown.add_row(point["change"], *_losses(point))
-    return shown
-
-
-# -- a placement alone -----------------------------------------------------------------------------
-
-_NAMES = {
+_METHODS = {
     "in_order": "experts in order",
     "heaviest_first": "heaviest first",
     "eplb": "EPLB, no replicas",
@@ -301,64 +226,77 @@ _NAMES = {
 }
 
 
-def _place(
-    trace: Trace,
-    spec: PlacementSpec,
-    judge: Trace | None,
-    batch_tokens: int | None,
-    out: Path | None,
-    maps: Path | None,
-    hidden_layers: int | None,
-    config: Path | None,
-    precision: str | None,
-) -> dict[str, Any]:
-    from paceline.analysis.cost import layer_shape
-    from paceline.analysis.expert_map import write_maps
-    from paceline.analysis.hardware import BYTES
-    from paceline.analysis.placing import layer_plan, place
-
-    with progress() as tell:
-        found, placed = place(trace, spec, judge, batch_tokens, tell)
-    result = placed.to_dict() | {"replica_gb_a_device": None}
-    if spec.replicas and config is not None:
-        from paceline.analysis.expert_map import replica_bytes
-
-        shape = layer_shape(config, precision)
-        cost = replica_bytes(found, shape.hidden, shape.expert_size, BYTES[shape.precision])
-        result["replica_gb_a_device"] = cost / 1e9
-    result["plan"] = None if out is None else str(out)
-    if out is not None:
-        layer_plan(trace, found, []).save(out)
-    names = [layer.name for layer in trace.header.layers]
-    written = [] if maps is None else write_maps(found, names, hidden_layers, maps)
-    result["maps"] = [str(path) for path in written]
-    return result | {"slots": [list(m.slots) for m in found]}
+def _losses(point: StepCost) -> tuple[str, str, str]:
+    """Return the cells under gain, dropped and mass lost."""
+    mass = point.gate_mass_lost
+    lost = "-" if mass is None else f"{mass:.2%}"
+    return f"{point.gain:+.1%}", f"{point.dropped_share:.2%}", lost
 
 
-def _show_placement(result: Mapping[str, Any]) -> None:
+def _show(result: PlanResult) -> None:
+    _show_part(result.second_half, f"{result.trace}, second half", result)
+    if result.other_trace is not None:
+        _show_part(result.other_trace, result.other_trace.trace, result)
+    if result.variants:
+        print_table(
+            "Place and cap, with another setting",
+            ("setting", *_LOSSES),
+            [(point.change, *_losses(point)) for point in result.variants],
+        )
+    print_lines(f"Note: {note}" for note in result.notes)
+    console().print(f"Decision: {result.decision}", style="bold")
+    print_lines(f"- {line}" for line in result.verdict)
+
+
+def _show_part(part: JudgedPlan, title: str, result: PlanResult) -> None:
+    print_table(
+        f"{title}, on {result.hardware} x {result.devices}",
+        ("way", "us per step", *_LOSSES, "MB sent", "MB received"),
+        [
+            (name, f"{way.microseconds:.0f}", *_losses(way), f"{way.bytes_sent / 1e6:.1f}",
+             f"{way.receive_buffer_bytes / 1e6:.1f}")
+            for name, way in part.ways.items()
+        ],
+    )  # fmt: skip
+    print_table(
+        "Caps by the gate mass they may lose",
+        ("placement", "budget", *_LOSSES),
+        [(_where(point), f"{point.budget:.2%}", *_losses(point)) for point in part.frontier],
+    )
+    if part.active:
+        print_table(
+            "max_active: experts that a device reads, where batches are small (decode)",
+            ("placement", "max_active", "reads", *_LOSSES),
+            [
+                (_where(point), str(point.max_active), f"{point.most_active_experts:.2f}",
+                 *_losses(point))
+                for point in part.active
+            ],
+        )  # fmt: skip
+
+
+def _where(point: FrontierPoint | ActivePoint) -> str:
+    return "placed" if point.placement == "placed" else "in order"
+
+
+def _show_placement(result: PlaceResult, more: Mapping[str, Any]) -> None:
     from paceline.text import times
 
-    parts = {
-        name: result[key]
-        for name, key in (
-            ("same batches", "same_batches"),
-            ("second half", "second_half"),
-            ("other trace", "other_trace"),
-        )
-        if result[key] is not None
-    }
-    shown = table(
-        f"Busiest of {result['devices']} devices x mean, over batches, mean over layers",
-        "placement", *parts,
-    )  # fmt: skip
-    for way, name in _NAMES.items():
-        if way in result["same_batches"]["ways"]:
-            cells = [part["ways"][way]["device_peak_to_mean"] for part in parts.values()]
-            shown.add_row(name, *map(times, cells))
-    console().print(shown)
-    lines = [*(f"Note: {note}" for note in result["notes"]), *result["verdict"]]
-    if result["replica_gb_a_device"] is not None:
-        lines.append(f"Replicas take {result['replica_gb_a_device']:.2f} GB per device.")
-    elif result["replicas"]:
+    judged = (result.same_batches, result.second_half, result.other_trace)
+    parts = [part for part in judged if part is not None]
+    names = ("same batches", "second half", "other trace")
+    print_table(
+        f"Busiest of {result.devices} devices x mean, over batches, mean over layers",
+        ("placement", *(n for n, part in zip(names, judged, strict=True) if part is not None)),
+        [
+            (name, *(times(part.ways[method].device_peak_to_mean) for part in parts))
+            for method, name in _METHODS.items()
+            if method in result.same_batches.ways
+        ],
+    )
+    lines = [*(f"Note: {note}" for note in result.notes), *result.verdict]
+    if more["replica_gb_a_device"] is not None:
+        lines.append(f"Replicas take {more['replica_gb_a_device']:.2f} GB per device.")
+    elif result.replicas:
         lines.append("--model-config tells how much of a device's memory replicas take.")
-    print_lines(lines, [result["plan"], *result["maps"]])
+    print_lines(lines)

@@ -11,19 +11,19 @@ from urllib.parse import quote
 from paceline.cli.output import (
     check_writable,
     command_line,
-    console,
     emit,
     print_lines,
+    print_table,
     progress,
     run_facts,
-    table,
 )
-from paceline.cli.sources import DEVICES, placements_of, read_trace
+from paceline.cli.sources import DEVICES, placements_of, read_trace, with_devices
 
 if TYPE_CHECKING:
     from paceline.analysis.results import PlanResult
     from paceline.plan import Plan
     from paceline.traces import Trace
+    from paceline.traces.results import Simulation, TraceLoads
 
 NO_CAP = "no cap"
 _MAX_BYTES = 1 << 26
@@ -60,70 +60,75 @@ def balance(trace: Trace, plan: Plan, batch_tokens: int | None, as_json: bool) -
     Raises:
         ValueError: if the plan doesn't fit the trace, or counts would have to be cut.
     """
+    from paceline.analysis.placing import plan_maps
     from paceline.analysis.verdict import trace_verdict
-    from paceline.settings import read_placement
     from paceline.traces.loads import trace_loads
 
     layers = trace.header.layers
     plan.check_model([layer.experts for layer in layers], [layer.k or 1 for layer in layers])
-    placements = []
-    for index, layer in enumerate(layers):
-        chosen = plan.placement_of(index)
-        placed = read_placement(DEVICES if chosen is None else chosen, layer.experts, layer.name)
-        if placed is not None:
-            placements.append(placed)
+    placements = [own.placement for own in plan_maps(with_devices(plan), trace)]
     with progress() as tell:
         found = trace_loads(trace, placements, batch_tokens, tell)
-    more = {"verdict": trace_verdict(found), "command": command_line()}
-    emit(found.to_dict() | more, as_json, _show_balance)
+    verdict = trace_verdict(found)
+    emit(
+        found,
+        as_json,
+        lambda result: _show_balance(result, verdict),
+        verdict=verdict,
+        command=command_line(),
+    )
 
 
-def _show_balance(result: Mapping[str, Any]) -> None:
+def _show_balance(result: TraceLoads, verdict: list[str]) -> None:
     from paceline.text import percent, times
 
     def factor(value: float | None) -> str:
         return "-" if value is None else times(value)
 
-    shown = table(
-        "Busiest device by rows / mean, over batches", "layer",
-        "mean", "p95", "max", "waits", "pooled", "expert", "active", fold=True,
-    )  # fmt: skip
-    for layer in result["layers"]:
-        device, active = layer["device_peak_to_mean"], layer.get("active_experts")
-        shown.add_row(
-            layer["name"],
-            *(factor(device[name]) for name in ("mean", "p95", "max")),
-            percent(layer["straggler_loss"]),
-            factor(layer["pooled_device_peak_to_mean"]),
-            factor(layer["expert_peak_to_mean"]["mean"]),
-            "-" if active is None else f"{active['mean']:.1f}/{layer['experts']}",
-        )
-    console().print(shown)
-    most = result["overall"].get("most_active_experts")
-    tokens = "" if result["tokens"] is None else f"{result['tokens']:,} tokens, "
+    print_table(
+        "Busiest device by rows / mean, over batches",
+        ("layer", "mean", "p95", "max", "waits", "pooled", "expert", "active"),
+        [
+            (
+                layer.name,
+                *map(factor, (device.mean, device.p95, device.max)),
+                percent(layer.straggler_loss),
+                factor(layer.pooled_device_peak_to_mean),
+                factor(layer.expert_peak_to_mean.mean),
+                f"{layer.active_experts.mean:.1f}/{layer.experts}" if layer.active_experts else "-",
+            )
+            for layer, device in ((each, each.device_peak_to_mean) for each in result.layers)
+        ],
+        fold=True,
+    )
+    most = result.overall.most_active_experts
+    tokens = "" if result.tokens is None else f"{result.tokens:,} tokens, "
     lines = [
-        f"{batches(result)}, {tokens}{result['devices']} devices. Mean: weighted by time. "
-        "Pooled: all batches as one. Expert: busiest expert / mean. Active: experts with a row, "
-        "mean over batches"
+        f"{count_of(result.batches, result.batches_are, result.batch_tokens)}, {tokens}"
+        f"{result.devices} devices. Mean: weighted by time. Pooled: all batches as one. Expert: "
+        "busiest expert / mean. Active: experts with a row, mean over batches"
         + ("." if most is None else f"; the device with the most has {most:.1f}.")
     ]
-    if len(result["groups"]) > 1:
-        for group in result["groups"]:
-            count = "" if group["tokens"] is None else f", {group['tokens']:,} tokens"
+    if len(result.groups) > 1:
+        for group in result.groups:
+            count = "" if group.tokens is None else f", {group.tokens:,} tokens"
             lines.append(
-                f"{group['phase']}, {group['modality']}{count}: busiest device by these rows alone "
-                f"{factor(group['device_peak_to_mean'])} the mean"
+                f"{group.phase}, {group.modality}{count}: busiest device by these rows alone "
+                f"{factor(group.device_peak_to_mean)} the mean"
             )
-    print_lines([*lines, *result["verdict"], *(f"Note: {note}." for note in result["notes"])])
+    print_lines([*lines, *verdict, *(f"Note: {note}." for note in result.notes)])
 
 
-def batches(result: Mapping[str, Any]) -> str:
-    """Return how many batches a result is over, and what a batch is."""
-    count, unit = result["batches"], result["batches_are"]
-    many = "batch" if count == 1 else "batches"
-    if result["batch_tokens"] is not None:
-        return f"{count:,} {many} of {result['batch_tokens']:,} tokens"
-    return f"{count:,} {many} ({unit}{'' if count == 1 else 's'})"
+def count_of(batches: int, unit: str, batch_tokens: int | None = None) -> str:
+    """Say how many batches there are, and what a batch is.
+
+    >>> count_of(2, "request"), count_of(1, "forward", 1024)
+    ('2 batches (requests)', '1 batch of 1,024 tokens')
+    """
+    many = "batch" if batches == 1 else "batches"
+    if batch_tokens is not None:
+        return f"{batches:,} {many} of {batch_tokens:,} tokens"
+    return f"{batches:,} {many} ({unit}{'' if batches == 1 else 's'})"
 
 
 # -- policies, plans and placements ----------------------------------------------------------------
@@ -177,44 +182,49 @@ def compare(
         trace = trace.regrouped(batch_tokens)
     with progress() as tell:
         found = simulate(trace, plans, progress=tell)
-    more = {"batch_tokens": batch_tokens, "without": without}
-    emit(found.to_dict() | more, as_json, _show_comparison)
+    emit(
+        found,
+        as_json,
+        lambda result: _show_comparison(result, batch_tokens),
+        batch_tokens=batch_tokens,
+        without=without,
+    )
 
 
-def _show_comparison(result: Mapping[str, Any]) -> None:
+def _show_comparison(result: Simulation, batch_tokens: int | None) -> None:
     from paceline.text import percent, times
 
-    shown = table(
-        "All layers and batches of the trace, one after the other", "plan",
-        "busiest device", "p95", "gain", "dropped", "gate mass lost", "active", fold=True,
-    )  # fmt: skip
-    too_small = False
-    for name, of_plan in result["plans"].items():
-        overall = of_plan["overall"]
-        peak, lost = overall["device_peak_to_mean"], overall["gate_mass_lost"]
-        too_small |= overall["batches_below_min_expert_load"] > 0
-        shown.add_row(
-            name,
-            times(peak["mean"]) if peak["mean"] is not None else "-",
-            times(peak["p95"]) if peak["p95"] is not None else "-",
-            times(overall["gain"]),
-            percent(overall["dropped_share"]),
-            "unknown" if lost is None else percent(lost),
-            f"{overall['most_active_experts']:.2f}",
-        )
-    console().print(shown)
+    plans = {name: plan.overall for name, plan in result.plans.items()}
+    print_table(
+        "All layers and batches of the trace, one after the other",
+        ("plan", "busiest device", "p95", "gain", "dropped", "gate mass lost", "active"),
+        [
+            (
+                name,
+                *("-" if peak is None else times(peak) for peak in (peaks.mean, peaks.p95)),
+                times(plan.gain),
+                percent(plan.dropped_share),
+                "unknown" if plan.gate_mass_lost is None else percent(plan.gate_mass_lost),
+                f"{plan.most_active_experts:.2f}",
+            )
+            for name, plan in plans.items()
+            for peaks in [plan.device_peak_to_mean]
+        ],
+        fold=True,
+    )
     lines = [
-        f"{batches(result)}. Busiest device: rows / mean before any cap, weighted by time; p95 "
-        "over batches and layers. Gain: from the loads of the expert part, no timing. Active: "
-        "experts with a row on the device with the most of them, whose weights it reads."
+        f"{count_of(result.batches, result.batches_are, batch_tokens)}. Busiest device: rows / "
+        "mean before any cap, weighted by time; p95 over batches and layers. Gain: from the loads "
+        "of the expert part, no timing. Active: experts with a row on the device with the most of "
+        "them, whose weights it reads."
     ]
-    if too_small:
+    if any(plan.batches_below_min_expert_load for plan in plans.values()):
         lines.append(
             "Some batches are below min_expert_load. capacity_factor caps nothing there (unless a "
             "policy says min_expert_load=0), while max_active does: such batches wait for weights, "
             "so what max_active gains is the ratio of Active, not Gain."
         )
-    print_lines([*lines, *(f"Note: {note}." for note in result["notes"])])
+    print_lines([*lines, *(f"Note: {note}." for note in result.notes)])
 
 
 # -- the page --------------------------------------------------------------------------------------
@@ -288,7 +298,7 @@ def study(
             goal = goal_of(config, hardware, spec)
             made, planned = make_plan(trace, goal, other, batch_tokens, tell)
             plan = made if plan is None else plan
-    more = {
+    more: dict[str, Any] = {
         "planned": planned and planned.to_dict(),
         "sweep": swept,
         "plan_text": None if plan is None else plan.to_toml(),
@@ -306,7 +316,7 @@ def study(
 
         written += write_figures(found, figures, planned=planned)
     lines = [*found.verdict, *(planned.verdict if planned else [])]
-    emit(found.to_dict() | more, as_json, lambda _: print_lines(lines, written))
+    emit(found, as_json, lambda _: print_lines(lines, written), **more)
 
 
 def read_planned(source: str) -> PlanResult | None:

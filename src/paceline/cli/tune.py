@@ -14,12 +14,11 @@ from paceline.cli import options
 from paceline.cli.output import (
     check_at_least,
     check_folder,
-    console,
     emit,
     guarded,
     print_lines,
+    print_table,
     progress,
-    table,
 )
 from paceline.cli.sources import load, plan_from_options, read_texts, with_devices
 
@@ -317,18 +316,19 @@ def _choose(
 
 
 def _show_factors(result: Mapping[str, Any]) -> None:
-    shown = table(
+    print_table(
         "Layers capped alone: divergence from the model without a cap, in millinats per token",
-        "layer", "at the bound", "its factor", "at its factor",
-    )  # fmt: skip
-    for layer in result["layers"]:
-        shown.add_row(
-            layer["name"],
-            f"{1e3 * layer['at_bound']:.2f}",
-            f"{layer['factor']:.2f}",
-            f"{1e3 * layer['at_factor']:.2f}",
-        )
-    console().print(shown)
+        ("layer", "at the bound", "its factor", "at its factor"),
+        [
+            (
+                layer["name"],
+                f"{1e3 * layer['at_bound']:.2f}",
+                f"{layer['factor']:.2f}",
+                f"{1e3 * layer['at_factor']:.2f}",
+            )
+            for layer in result["layers"]
+        ],
+    )
     alike, own = (
         sum(layer[name] for layer in result["layers"]) for name in ("at_bound", "at_factor")
     )

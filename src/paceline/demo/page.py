@@ -63,7 +63,7 @@ def write_demo(
 def demo_page(result: DemoResult) -> str:
     """Render the HTML page of a demo run."""
     sweep, decoded = shipped_sweep(), shipped_decode()
-    swept = sweep and sweep.to_dict()
+    swept = None if sweep is None else sweep.to_dict()
     shipped = {"sweep": sweep_figure(swept)} if swept else {}
     shipped |= {"decode": decode_figure(decoded)} if decoded else {}
     return render(

@@ -128,7 +128,7 @@ def run_demo(
     Raises:
         FileNotFoundError: if the model or the texts are missing from the installation.
     """
-    settings = settings or DemoSettings.full()
+    settings = settings or DemoSettings()
     started, system = time.perf_counter(), system_info()
     model, tokenizer = load_model()
     sequences = held_out(tokenizer, settings.length, settings.sequences, settings.max_domains)
@@ -143,47 +143,41 @@ def run_demo(
     steps = len(settings.entries) * sum(map(len, batches.values())) + sum(map(len, timed.values()))
     done = 0
 
-    def step(words: str) -> Callable[[], None]:
-        def tell() -> None:
+    def counter(words: str) -> Callable[[], None]:
+        def count() -> None:
             nonlocal done
             done += 1
             if progress is not None:
                 progress(done, steps, words)
 
-        return tell
+        return count
 
     calibration = load_calibration()
-    placed = calibration.plan().placements
     in_order = ExpertPlacement.contiguous(model.config.num_experts, DEVICES)
-    placements = {
-        entry.key: placed if entry.placed else (in_order,) * len(placed)
-        for entry in settings.entries
-    }
+    placed = [ExpertPlacement.explicit(layer.placement) for layer in calibration.layers]
+    placements = {False: [in_order] * len(placed), True: placed}
     runs: Runs = {kind: {} for kind in KINDS}
-    for places in (False, True):
-        with attach(
-            model, None, placed if places else DEVICES, calibration=calibration,
-            token_source="sequence",
-        ) as pace:  # fmt: skip
+    for places, where in placements.items():
+        with attach(model, None, where, calibration=calibration, token_source="sequence") as pace:
             for kind, words in KINDS.items():
                 for entry in (entry for entry in settings.entries if entry.placed is places):
-                    told = step(f"{words}: {entry.label}")
-                    run = run_policy(model, pace, entry.policy, batches[kind], told)
+                    count = counter(f"{words}: {entry.label}")
+                    run = run_policy(model, pace, entry.policy, batches[kind], count)
                     runs[kind][entry.key] = run
     times = {
         kind: time_policies(
             model,
             [batch.ids for batch in timed[kind]],
-            {entry.key: (entry.policy, placements[entry.key]) for entry in settings.entries},
+            {entry.key: (entry.policy, placements[entry.placed]) for entry in settings.entries},
             calibration,
             settings.rounds,
             REPEATS,
-            step(f"{words}: timing of emulated devices"),
+            counter(f"{words}: timing of emulated devices"),
         )
         for kind, words in KINDS.items()
     }
     return DemoResult(
-        form=SCHEMA,
+        schema=SCHEMA,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         command=command,
         reduced=settings.reduced,
@@ -238,23 +232,16 @@ def _describe(model: Any, placement: ExpertPlacement) -> dict[str, Any]:
 def _loads(kind: str, run: PolicyRun) -> Loads:
     """Sum up the loads of a kind of batch without a cap, overall, by layer and by text."""
     peaks = [layer.device_peak_to_mean_before for layer in run.all_layers()]
-    by_domain = None
+    found = _layer_tables(run.layers)
+    found.device_peak_to_mean_percentiles = {
+        str(percent): percentile(peaks, percent) for percent in (0, 50, 90, 100)
+    }
     if kind == "one_domain":
-        texts = dict.fromkeys(run.sources)
-        by_domain = {
-            text[0]: _layer_tables(
-                [x for x, own in zip(run.layers, run.sources, strict=True) if own == text]
-            )
-            for text in texts
-        }
-    return _layer_tables(run.layers).model_copy(
-        update={
-            "device_peak_to_mean_percentiles": {
-                str(percent): percentile(peaks, percent) for percent in (0, 50, 90, 100)
-            },
-            "by_domain": by_domain,
-        }
-    )
+        by_text: dict[str, list[list[Any]]] = {}
+        for layers, texts in zip(run.layers, run.sources, strict=True):
+            by_text.setdefault(texts[0], []).append(layers)
+        found.by_domain = {text: _layer_tables(batches) for text, batches in by_text.items()}
+    return found
 
 
 def _layer_tables(batches: Sequence[Sequence[Any]]) -> Loads:
@@ -264,12 +251,12 @@ def _layer_tables(batches: Sequence[Sequence[Any]]) -> Loads:
         names = (
             f"{unit}_loads_{when}" for unit in ("expert", "device") for when in ("before", "after")
         )
-        sums = {
+        sums: dict[str, Any] = {
             name: [math.fsum(x) for x in zip(*(getattr(s, name) for s in same_layer), strict=True)]
             for name in names
         }
-        balance = Balance.of(same_layer, "before").to_dict()
-        tables.append(LayerTable(name=same_layer[0].name, **balance, **sums))
+        balance: dict[str, Any] = Balance.of(same_layer, "before").to_dict()
+        tables.append(LayerTable(**balance, **sums, name=same_layer[0].name))
     return Loads(
         overall=Balance.of([layer for batch in batches for layer in batch], "before"), layers=tables
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from paceline.policy import CapacityPolicy, Unit
+from paceline.policy import CapacityPolicy
 
 DEVICES = 8
 BASELINE, HEADLINE = "none", "compensated-1"
@@ -24,69 +24,56 @@ class Entry:
 
     Attributes:
         key: short stable name, used in results.json.
-        label: name shown to people.
-        family: group for colours and the legend.
+        family: name shown to people, without the factor; group for colours and the legend.
         policy: applied in every layer.
         counterpart: key of the entry to compare with, e.g. the same cap without expansion.
         placed: True: the model's calibration places the experts; False: they lie in order.
     """
 
     key: str
-    label: str
     family: str
     policy: CapacityPolicy
     counterpart: str | None = None
     placed: bool = False
 
-
-def _entry(
-    key: str, family: str, factor: float, counterpart: str | None = None, **policy: object
-) -> Entry:
-    fields = {"capacity_factor": factor, **policy}
-    label = f"{family}, {factor:g}×"
-    return Entry(key, label, family, CapacityPolicy.model_validate(fields), counterpart)
+    @property
+    def label(self) -> str:
+        """Name shown to people."""
+        factor = self.policy.capacity_factor
+        return self.family if factor is None else f"{self.family}, {factor:g}×"
 
 
-def _token_drop(unit: Unit, factor: float, keep: str = "score") -> Entry:
-    family = f"Token Drop per {unit}" + (", random" if keep == "random" else "")
-    return _entry(f"{unit}-{factor:g}-{keep}", family, factor, unit=unit, keep=keep)
+def _entry(key: str, family: str, policy: str, counterpart: str | None = None) -> Entry:
+    return Entry(key, family, CapacityPolicy.parse(policy), counterpart, key.endswith("-placed"))
 
 
-def _compensated(factor: float, unit: Unit = "device", placed: bool = False) -> Entry:
-    per_expert, suffix = "expert-" if unit == "expert" else "", "-placed" if placed else ""
-    entry = _entry(
-        f"compensated-{per_expert}{factor:g}{suffix}",
-        "Compensated Drop, placed" if placed else f"Compensated Drop per {unit}",
-        factor,
-        f"{unit}-{factor:g}-score" if factor >= 1 and not placed else None,
-        unit=unit,
-        keep="contribution",
-        compensate=True,
-    )
-    return replace(entry, placed=placed)
+_STAND_INS = "keep=contribution,compensate=true"
+_DEVICE, _EXPERT = "Token Drop per device", "Token Drop per expert"
+_COMPENSATED, _EXPANDED = "Compensated Drop per device", "Expanded Drop per device"
 
-
-def _expanded(factor: float) -> Entry:
-    counterpart = f"device-{factor:g}-score"
-    return _entry(
-        f"expanded-{factor:g}", "Expanded Drop per device", factor, counterpart, expand="own_device"
-    )
-
-
-def all_entries() -> list[Entry]:
-    """Return the whole table: no cap, Compensated Drop, Token Drop and Expanded Drop."""
-    return [
-        Entry(BASELINE, "no cap", "no cap", CapacityPolicy(capacity_factor=None)),
-        _compensated(1.0),
-        _compensated(1.0, placed=True),
-        _compensated(0.5),
-        _compensated(1.0, unit="expert"),
-        *(_token_drop("device", factor) for factor in (1.5, 1.25, 1.0)),
-        *(_expanded(factor) for factor in (1.25, 1.0)),
-        *(_token_drop("expert", factor) for factor in (1.5, 1.0)),
-        _token_drop("expert", 1.0, "random"),
-    ]
-
+ENTRIES = (
+    Entry(BASELINE, "no cap", CapacityPolicy(capacity_factor=None)),
+    _entry(HEADLINE, _COMPENSATED, f"capacity_factor=1,{_STAND_INS}", "device-1-score"),
+    _entry(f"{HEADLINE}-placed", "Compensated Drop, placed", f"capacity_factor=1,{_STAND_INS}"),
+    _entry("compensated-0.5", _COMPENSATED, f"capacity_factor=0.5,{_STAND_INS}"),
+    _entry(
+        "compensated-expert-1",
+        "Compensated Drop per expert",
+        f"capacity_factor=1,unit=expert,{_STAND_INS}",
+        "expert-1-score",
+    ),
+    _entry("device-1.5-score", _DEVICE, "capacity_factor=1.5"),
+    _entry("device-1.25-score", _DEVICE, "capacity_factor=1.25"),
+    _entry("device-1-score", _DEVICE, "capacity_factor=1"),
+    _entry(
+        "expanded-1.25", _EXPANDED, "capacity_factor=1.25,expand=own_device", "device-1.25-score"
+    ),
+    _entry("expanded-1", _EXPANDED, "capacity_factor=1,expand=own_device", "device-1-score"),
+    _entry("expert-1.5-score", _EXPERT, "capacity_factor=1.5,unit=expert"),
+    _entry("expert-1-score", _EXPERT, "capacity_factor=1,unit=expert"),
+    _entry("expert-1-random", f"{_EXPERT}, random", "capacity_factor=1,unit=expert,keep=random"),
+)
+"""The whole table: no cap, Compensated Drop, Token Drop and Expanded Drop."""
 
 _QUICK = (
     BASELINE, HEADLINE, f"{HEADLINE}-placed", "device-1.25-score", "device-1-score",
@@ -96,7 +83,7 @@ _QUICK = (
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """Size of a demo run.
+    """Size of a demo run; the whole demo takes about two minutes on two cores.
 
     Attributes:
         entries: policies, the uncapped baseline first.
@@ -109,7 +96,7 @@ class DemoSettings:
         reduced: True: the page says that this is too little for its figures to mean much.
     """
 
-    entries: Sequence[Entry]
+    entries: Sequence[Entry] = ENTRIES
     max_domains: int | None = None
     sequences: int = 16
     length: int = 256
@@ -119,14 +106,9 @@ class DemoSettings:
     reduced: bool = False
 
     @classmethod
-    def full(cls) -> DemoSettings:
-        """Return the settings of the whole demo, about two minutes on two cores."""
-        return cls(entries=all_entries())
-
-    @classmethod
     def quick(cls) -> DemoSettings:
         """Return a reduced run that shows that everything works; its figures mean little."""
-        entries = [entry for entry in all_entries() if entry.key in _QUICK]
+        entries = [entry for entry in ENTRIES if entry.key in _QUICK]
         return cls(
             entries, max_domains=2, sequences=8, length=128, timed_mixed=1, rounds=2, reduced=True
         )

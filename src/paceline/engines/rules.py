@@ -62,6 +62,21 @@ class LayerTraits:
     modalities_reason: str = ""
 
 
+def with_default_pool(policy: CapacityPolicy, own_batches: bool) -> CapacityPolicy:
+    """Return a policy whose pool, unless it is named, suits the ranks.
+
+    Args:
+        policy: as the user wrote it.
+        own_batches: True if each rank has a batch of its own: then the source is the default.
+
+    >>> with_default_pool(CapacityPolicy(capacity_factor=1.5), own_batches=True).pool
+    'source'
+    """
+    if own_batches and policy.caps and "pool" not in policy.model_fields_set:
+        return policy.replace(pool="source")
+    return policy
+
+
 def check_policy(policy: CapacityPolicy, layer: LayerTraits) -> None:
     """Refuse a policy that a layer can't run; to be called when a policy is set.
 

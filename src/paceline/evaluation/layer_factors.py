@@ -102,14 +102,14 @@ class Sensitivity:
         rows = zip(self.names, self.weights, self.losses, self.share(policy), strict=True)
         layers = []
         for name, weight, losses, own in rows:
-            both = np.array([bound, own.capacity_factor])
+            both = np.array([bound, bound_of(own)])
             at_bound, at_factor = between(measured, np.array(losses), both).tolist()
             layers.append(LayerFactor(
                 name=name, weight=weight, losses=list(losses),
-                factor=own.capacity_factor, at_bound=at_bound, at_factor=at_factor,
+                factor=bound_of(own), at_bound=at_bound, at_factor=at_factor,
             ))  # fmt: skip
         return LayerFactors(
-            form="paceline-factors/1",
+            schema="paceline-factors/1",
             policy=str(policy),
             tokens=self.tokens,
             factors=list(self.factors),
@@ -131,16 +131,12 @@ def measure_layers(
 ) -> Sensitivity:
     """Run texts with one layer capped at a time, and measure how far the model's answers move.
 
+    The model is in evaluation mode, and restored afterwards.
+
     Args:
-        model: a Mixture-of-Experts model in evaluation mode; it is restored afterwards.
-        tokenizer: its tokenizer.
-        texts: name -> text.
         policy: of the capped layer, with another factor each time.
         plan: where experts are, and the calibration unless it is given.
-        calibration: for a policy that compensates.
-        sampling: which tokens of the texts to run.
         factors: to try; None: `RATIOS` of the policy's.
-        progress: called after every forward.
 
     Raises:
         ValueError: if the model can't follow the policy, the policy has no factor, or no batch is

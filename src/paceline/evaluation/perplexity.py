@@ -213,12 +213,9 @@ def judge_texts(
     """Run the texts under every policy, in every composition.
 
     Args:
-        subject: the model and its policies.
         texts: name -> text.
-        sampling: which tokens; its `mix` is not read.
+        sampling: its `mix` is not read.
         compositions: of COMPOSITIONS; mixing needs two texts and is left out with one.
-        store: of batches that have been computed.
-        progress: called after every batch.
 
     Raises:
         ValueError: if a text is too short, a sequence longer than the model reads, a composition

@@ -19,9 +19,7 @@ _MOST_BYTES = 1 << 26
 class Form(BaseModel):
     """Part of a result: finite numbers only; fields of later versions are ignored."""
 
-    model_config = ConfigDict(
-        extra="ignore", allow_inf_nan=False, populate_by_name=True, from_attributes=True
-    )
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False, from_attributes=True)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values under the names of the file."""
@@ -204,18 +202,20 @@ class TextsResult(Form):
 # -- tasks -----------------------------------------------------------------------------------------
 
 
-class Difference(Form):
-    """Mean difference of paired samples.
-
-    Attributes:
-        mean: sum of (other - base) over the sum of the weights.
-        standard_error: of `mean`; None with fewer than two clusters.
-        samples: how many.
-        clusters: groups of samples that may depend on each other, such as those of one text.
-    """
+class MeanDifference(Form):
+    """Mean difference of two runs, and its standard error; None where it is unknown."""
 
     mean: float
     standard_error: float | None
+
+
+class Difference(MeanDifference):
+    """Mean difference of paired samples: sum of (other - base) / sum of the weights.
+
+    The standard error is None with fewer than two clusters, which are groups of samples that may
+    depend on each other, such as those of one text.
+    """
+
     samples: int
     clusters: int
 
@@ -228,13 +228,6 @@ class TaskScore(Form):
     score: float
     difference: Difference
     changed_answers: int | None
-
-
-class MeanDifference(Form):
-    """Mean difference over tasks, which are independent."""
-
-    mean: float
-    standard_error: float | None
 
 
 class TaskScores(Form):
@@ -270,19 +263,16 @@ class TaskMode(Form):
     policies: list[TaskRow]
 
 
-class Shots(Form):
-    """Examples in the prompt of a task."""
-
-    shots: int
-
-
 class TasksResult(Form):
-    """Every policy on the tasks; limit: samples per task, None for all."""
+    """Every policy on the tasks; limit: samples per task, None for all.
+
+    `tasks` is task -> {"shots": examples in its prompt}.
+    """
 
     harness_version: str
     limit: int | None
     batch_size: int
-    tasks: dict[str, Shots]
+    tasks: dict[str, dict[str, int]]
     modes: dict[str, TaskMode]
 
 
@@ -297,7 +287,7 @@ class NamedPolicy(Form):
 
 
 class ModelSize(Form):
-    """Size of a model, as far as a page names it."""
+    """Size of a model."""
 
     layers: int
     experts: int
@@ -305,7 +295,7 @@ class ModelSize(Form):
 
 
 class SubjectFacts(ModelSize):
-    """The model and where its experts are."""
+    """The model under evaluation, and where its experts are."""
 
     architecture: str
     parameters: int
@@ -313,13 +303,6 @@ class SubjectFacts(ModelSize):
     experts_per_device: list[int]
     calibrated_on: dict[str, int] | None
     policies: list[NamedPolicy] = []
-
-
-class Batches(Form):
-    """Batches that were run, and those found computed by an earlier run."""
-
-    computed: int
-    found: int
 
 
 class Schema(Form):
@@ -340,12 +323,12 @@ class Made(Schema):
 
 
 class EvalResult(Made):
-    """Content of eval.json."""
+    """Content of eval.json; `batches` counts those "computed", and "found" from an earlier run."""
 
     subject: SubjectFacts
     texts: TextsResult | None
     tasks: TasksResult | None
-    batches: Batches
+    batches: dict[str, int]
 
 
 class Cost(Form):

@@ -20,7 +20,6 @@ from paceline.evaluation.perplexity import judge_texts
 from paceline.evaluation.results import (
     EVAL_SCHEMA,
     SWEEP_SCHEMA,
-    Batches,
     CostByText,
     EvalResult,
     PointByText,
@@ -66,12 +65,7 @@ def evaluate(
 ) -> EvalResult:
     """Run a model without a policy and under each of its policies, on the same samples.
 
-    Args:
-        subject: the model and its policies.
-        job: texts and tasks.
-        out: folder in which computed batches are kept, so that a killed run continues; None:
-            nowhere.
-        progress: called after every batch.
+    With `out` computed batches are kept in that folder, so that a killed run continues.
 
     Raises:
         ValueError: if there are no texts and no tasks, or the model can't be run on them.
@@ -88,27 +82,22 @@ def evaluate(
         from paceline.evaluation.tasks import judge_tasks
 
         tasks = judge_tasks(
-            subject,
-            job.tasks,
-            store,
-            limit=job.limit,
-            batch_size=job.task_batch,
-            solo="solo" in job.compositions,
-            progress=progress,
-        )
+            subject, job.tasks, store, limit=job.limit, batch_size=job.task_batch,
+            solo="solo" in job.compositions, progress=progress,
+        )  # fmt: skip
     return EvalResult(
         **header,
         subject=facts,
         texts=texts,
         tasks=tasks,
-        batches=Batches(computed=store.computed, found=store.found),
+        batches={"computed": store.computed, "found": store.found},
         seconds=round(time.perf_counter() - started, 1),
     )
 
 
 def _header(schema: str) -> dict[str, Any]:
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return {"form": schema, "created": now, **system_info()}
+    return {"schema": schema, "created": now, **system_info()}
 
 
 # -- a grid of caps --------------------------------------------------------------------------------
@@ -131,6 +120,41 @@ class Axes:
     keeps: tuple[str, ...] = ("score", "random")
     expands: tuple[str | None, ...] = (None, "own_device")
     compensates: tuple[bool, ...] = (False,)
+
+    @classmethod
+    def parse(
+        cls,
+        factors: str | None = None,
+        units: str | None = None,
+        keeps: str | None = None,
+        expands: str | None = None,
+        compensate: bool = False,
+    ) -> Axes:
+        """Read axes from values separated by commas; None: the default.
+
+        A factor of 0 leaves one assignment per unit and pool; "none" expands nothing.
+
+        Raises:
+            ValueError: if an axis has no value, or a factor is no number.
+
+        >>> Axes.parse(factors="1,0", units="device").factors
+        (1.0, 1e-09)
+        """
+        texts = {"factors": factors, "units": units, "keeps": keeps, "expands": expands}
+        axes: dict[str, Any] = {}
+        for name, text in texts.items():
+            if text is not None:
+                axes[name] = tuple(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
+                if not axes[name]:
+                    raise ValueError(f"--{name} must have at least one value, got {text!r}.")
+        if "factors" in axes:
+            try:
+                axes["factors"] = tuple(float(each) or FACTORS[-1] for each in axes["factors"])
+            except ValueError:
+                raise ValueError(f"--factors must be numbers >= 0, got {factors}.") from None
+        if "expands" in axes:
+            axes["expands"] = tuple(None if e == "none" else e for e in axes["expands"])
+        return cls(**axes, compensates=(False, True) if compensate else (False,))
 
     def policies(self) -> Iterator[tuple[dict[str, Any], CapacityPolicy]]:
         """Yield the fields of every combination, and its policy.
@@ -161,17 +185,8 @@ def sweep(
 ) -> SweepResult:
     """Run texts under every combination of a grid, and mark those that no other beats.
 
-    Args:
-        model: a Mixture-of-Experts model in evaluation mode; it is restored afterwards.
-        tokenizer: its tokenizer.
-        texts: name -> text.
-        axes: of the grid; of several, each by itself.
-        plan: where experts are.
-        calibration: for axes that compensate.
-        sampling: which tokens.
-        composition: how they are batched.
-        out: folder in which computed batches are kept; None: nowhere.
-        progress: called after every batch.
+    The model is in evaluation mode, and restored afterwards. Of several `axes` each is a grid of
+    its own; `composition` is how texts are batched; `out` as for `evaluate`.
 
     Raises:
         ValueError: if a combination is no policy, or can't be run.

@@ -25,7 +25,7 @@ from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
 from paceline.settings import PoliciesLike
 from paceline.stand_ins.calibration_file import Calibration
-from paceline.stand_ins.identity import plain
+from paceline.stand_ins.identity import plain_parts
 
 BASELINE = "none"
 """Name of the run without a policy, which everything is compared with."""
@@ -114,7 +114,9 @@ class Subject:
             experts=len(layers[0].expert_loads_before),
             devices=max(placement.num_devices for placement in placements),
             experts_per_device=list(placements[0].sizes),
-            calibrated_on=fitted and dict(zip(fitted.texts, fitted.tokens, strict=True)),
+            calibrated_on=None
+            if fitted is None
+            else dict(zip(fitted.texts, fitted.tokens, strict=True)),
             policies=[
                 NamedPolicy(name=name, policy=_short_form(policy))
                 for name, policy in self.policies.items()
@@ -128,7 +130,7 @@ class Subject:
         """
         seen = hashlib.sha256()
         weights = self.model.state_dict().items()
-        for name, weight in (part for own, whole in weights for part in plain(own, whole)):
+        for name, weight in (part for own, whole in weights for part in plain_parts(own, whole)):
             seen.update(f"{name} {list(weight.shape)} {weight.dtype} {weight.device.type}".encode())
             if weight.device.type != "meta" and weight.numel():
                 step = max(1, weight.numel() // _SAMPLED)

@@ -1,4 +1,4 @@
-"""The paper's tasks, its quality tables, and the policies that they are of.
+"""Tasks, quality tables and policies of the paper on capacity-aware inference.
 
 Source: He, Cai, Huang, Li, "Capacity-Aware Inference", ICLR 2026, arXiv 2503.05066.
 """
@@ -30,7 +30,7 @@ Leaderboard where it has the task, else 0.
 SUITES = {"paper": PAPER_TASKS}
 
 CLUSTERS = {"boolq": "passage"}
-"""Task -> field that says which questions share a text; of others "text", if they have it."""
+"""Task -> field that questions about the same text share; of other tasks "text", if it is there."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Published:
     Attributes:
         table: its number.
         model: the checkpoint.
-        method: as the paper calls it.
-        policy: the same here; None where Paceline has no such policy.
+        method: name in the paper.
+        policy: of Paceline; None where it has no such policy.
         baseline: mean over the tasks without a cap, percent.
         mean: with the method, percent.
     """
@@ -95,7 +95,7 @@ PUBLISHED = tuple(_published())
 
 
 def paper_policies() -> list[CapacityPolicy]:
-    """The policies of the paper's Tables 1 to 3, each once.
+    """Return the policies of the paper's Tables 1 to 3, each once.
 
     >>> len(paper_policies())
     15

@@ -98,7 +98,7 @@ def _texts(texts: TextsResult) -> list[str]:
 def _tasks(tasks: TasksResult) -> list[str]:
     lines = []
     names = list(tasks.tasks)
-    shots = ", ".join(f"{name} {task.shots}" for name, task in tasks.tasks.items())
+    shots = ", ".join(f"{name} {task['shots']}" for name, task in tasks.tasks.items())
     limit = "all samples" if tasks.limit is None else f"the first {tasks.limit} samples"
     for mode, found in tasks.modes.items():
         header = ["policy", *names, "mean", "difference", "answers changed", "dropped",

@@ -13,7 +13,6 @@ from paceline.evaluation.harness import PacelineLM, Run
 from paceline.evaluation.results import (
     LayerLoads,
     LoadShares,
-    Shots,
     TaskMode,
     TaskRow,
     TasksResult,
@@ -135,13 +134,9 @@ def judge_tasks(
     """Answer the tasks under every policy.
 
     Args:
-        subject: the model and its policies.
-        chosen: tasks.
-        store: of batches that have been computed.
         limit: samples per task, the first ones; None: all.
         batch_size: prompts per batch.
         solo: also answer every prompt alone, to see what sharing a batch does.
-        progress: called after every batch.
 
     Raises:
         ValueError: if the model can't be run on a task.
@@ -172,7 +167,7 @@ def judge_tasks(
         harness_version=version("lm_eval"),
         limit=limit,
         batch_size=batch_size,
-        tasks={name: Shots(shots=chosen.shots[name]) for name in chosen.leaves},
+        tasks={name: {"shots": chosen.shots[name]} for name in chosen.leaves},
         modes={
             mode: TaskMode(
                 label=MODES[mode],
@@ -191,7 +186,7 @@ def _rows(by_policy: Mapping[str, _TaskRun], alone: Mapping[str, _TaskRun] | Non
             name=name,
             truncated_prompts=run.truncated,
             harness=run.harness,
-            against_solo=alone and compare(run.scores, alone[name].scores),
+            against_solo=None if alone is None else compare(run.scores, alone[name].scores),
             **dict(compare(run.scores, base.scores)),
             **dict(LoadShares.of(run.layers)),
         )
@@ -202,27 +197,26 @@ def _rows(by_policy: Mapping[str, _TaskRun], alone: Mapping[str, _TaskRun] | Non
 class _Steps:
     """Progress of several runs over the same tasks, in requests."""
 
-    def __init__(self, runs: int, chosen: Chosen, tell: Progress | None) -> None:
-        self._runs, self._chosen, self._tell = runs, chosen, tell
-        self._run, self._done, self._what = -1, 0, ""
+    def __init__(self, runs: int, chosen: Chosen, progress: Progress | None) -> None:
+        self._runs, self._chosen, self._progress = runs, chosen, progress
+        self._run, self._done, self._words = -1, 0, ""
 
-    def start(self, what: str) -> None:
-        """Begin the next run."""
-        self._run, self._done, self._what = self._run + 1, 0, what
+    def start(self, words: str) -> None:
+        """Start the next run."""
+        self._run, self._done, self._words = self._run + 1, 0, words
 
     def add(self, requests: int) -> None:
         """Add requests that have been answered."""
-        if self._tell is None:
-            return
-        total = self._total()
-        self._done = min(self._done + requests, total - 1)  # a long text is several
-        self._tell(self._run * total + self._done, self._runs * total, self._what)
+        self._show(min(self._done + requests, self._total() - 1))  # a long text is several
 
     def end(self) -> None:
         """End the run."""
-        if self._tell is not None:
-            total = self._total()
-            self._tell((self._run + 1) * total, self._runs * total, self._what)
+        self._show(self._total())
+
+    def _show(self, done: int) -> None:
+        self._done, total = done, self._total()
+        if self._progress is not None:
+            self._progress(self._run * total + done, self._runs * total, self._words)
 
     def _total(self) -> int:
         """Count the requests of one run."""

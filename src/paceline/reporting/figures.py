@@ -12,7 +12,7 @@ from paceline.reporting.style import ACCENT, AFTER, BEFORE, MUTED, PALE, axis, l
 
 Figure = dict[str, Any]
 
-LINE_LOOKS = {  # told apart by marker and dash too, not by colour alone
+LINE_LOOKS = {  # distinct by marker and dash too, not by colour alone
     "busiest device": (BEFORE, "circle", "solid"),
     "with the policy": (AFTER, "diamond", "dash"),
     "busiest expert": (PALE, "square", "dot"),

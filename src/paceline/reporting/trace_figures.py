@@ -14,7 +14,7 @@ from paceline.reporting.load_map import load_map
 from paceline.reporting.style import ACCENT, AFTER, BEFORE, INK, axis, layout
 
 FORMATS = ("svg", "png")
-_LOOKS = {  # told apart by marker and dash too, not by colour alone
+_LOOKS = {  # distinct by marker and dash too, not by colour alone
     (IN_ORDER, "device"): (ACCENT, "circle", "solid"),
     (PLACED, "device"): ("#6a4fb3", "diamond", "dash"),
     (IN_ORDER, "expert"): ("#d08a1d", "square", "dot"),

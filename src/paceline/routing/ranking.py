@@ -17,6 +17,9 @@ from paceline.routing.keys import KEY_BITS, descending_key, random_hash
 
 KeepRanking = Callable[[RoutingInputs], Tensor]
 
+BY_SLOT, BY_EXPERT, KEYS = 0, 1, 2
+"""Layouts of a metric: a float by slot, a float by expert, a key by slot."""
+
 PROTECTED, NORMAL, DROPPED_FIRST = 2, 0, -2
 """Classes that engines give tokens: room is left between them for a user's own."""
 
@@ -51,6 +54,27 @@ def register_keep(name: str, ranking: KeepRanking) -> None:
             f"ranking of keep={name!r} must be a function, got {type(ranking).__name__}"
         )
     REGISTERED[name] = ranking
+
+
+def metric(
+    policy: CapacityPolicy, candidates: Candidates, pool_rank: Callable[[], Tensor]
+) -> tuple[Tensor, int]:
+    """Return the numbers that rank the candidates, highest first, and their layout, for kernels.
+
+    Returns:
+        [tokens, experts] float32 with `BY_EXPERT`, [tokens, slots] float32 with `BY_SLOT`, or the
+        [tokens, slots] int64 keys of `ranking_key`, smallest first, with `KEYS`.
+    """
+    scores = candidates.inputs.scores
+    if policy.keep == "score" and scores is not None:
+        return scores.float(), BY_EXPERT
+    if policy.keep == "score":
+        return require_scores(candidates.scores), BY_SLOT
+    if policy.keep == "weight":
+        return candidates.weights.float(), BY_SLOT
+    if policy.keep == "contribution":
+        return contributions(candidates), BY_SLOT
+    return ranking_key(policy, candidates, pool_rank), KEYS
 
 
 def ranking_key(

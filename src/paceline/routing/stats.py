@@ -28,7 +28,10 @@ _FLUSH_FORWARDS, _FLUSH_ROWS = 256, 1 << 16
 _COUNTS = (
     "forwards", "capped", "narrowed", "tokens", "dropped", "extras", "tokens_without_expert"
 )  # fmt: skip
-_PEAKS = ("device_before", "device_after", "expert_before", "expert_after")
+_PEAKS = (
+    "device_peak_to_mean_before", "device_peak_to_mean_after",
+    "expert_peak_to_mean_before", "expert_peak_to_mean_after",
+)  # fmt: skip
 
 
 class LoadAccumulator:
@@ -121,9 +124,9 @@ class LoadAccumulator:
     def add(self, assignment: Assignment) -> None:
         """Count a forward that was routed (enforced or in shadow)."""
         if on_host(assignment):
-            counts = count_on_host(assignment)
+            counted = count_on_host(assignment)
             with self._lock:
-                self._counted.append(counts)
+                self._counted.append(counted)
                 if len(self._counted) >= _FLUSH_FORWARDS:
                     self._flush()
             return
@@ -177,8 +180,7 @@ class LoadAccumulator:
             active = (self._active.double() / max(1, counts["forwards"])).tolist()
             distance, compensated = self._distance.tolist()
         means = self._means(torch.tensor([counts["tokens"]], device=busiest.device))[:, 0]
-        ratios = Peaks(("peak",), busiest, means).ratio.tolist()
-        peak = dict(zip(_PEAKS, ratios, strict=True))
+        peaks = dict(zip(_PEAKS, Peaks(("peak",), busiest, means).ratio.tolist(), strict=True))
         assignments = int(before.sum())
         return LayerStats(
             name=self.name,
@@ -197,16 +199,10 @@ class LoadAccumulator:
             expert_loads_after=after.tolist(),
             device_loads_before=self._per_device(before[None])[0].tolist(),
             device_loads_after=self._per_device(after[None])[0].tolist(),
-            device_peak_to_mean_before=peak["device_before"],
-            device_peak_to_mean_after=peak["device_after"],
-            expert_peak_to_mean_before=peak["expert_before"],
-            expert_peak_to_mean_after=peak["expert_after"],
-            worst_device_peak_to_mean_before=worst["device_before"],
-            worst_device_peak_to_mean_after=worst["device_after"],
-            worst_expert_peak_to_mean_before=worst["expert_before"],
-            worst_expert_peak_to_mean_after=worst["expert_after"],
-            straggler_loss_before=straggler_loss(peak["device_before"]),
-            straggler_loss_after=straggler_loss(peak["device_after"]),
+            **peaks,
+            **{f"worst_{name}": value for name, value in worst.items()},
+            straggler_loss_before=straggler_loss(peaks["device_peak_to_mean_before"]),
+            straggler_loss_after=straggler_loss(peaks["device_peak_to_mean_after"]),
             active_experts_before=active[0][:-1],
             active_experts_after=active[1][:-1],
             most_active_experts_before=active[0][-1],

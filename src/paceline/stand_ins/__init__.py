@@ -1,1 +1,1 @@
-"""Stand-ins of experts: what a dropped assignment leaves behind, its file, and its computation."""
+"""Stand-ins: affine maps of small rank that replace experts for dropped assignments."""

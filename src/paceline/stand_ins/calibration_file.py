@@ -1,8 +1,8 @@
-"""What a calibration found, and its file: one safetensors file with a JSON header.
+"""Calibrations and their file: one safetensors file with a JSON header.
 
-The header binds it to a model: architecture, MoE layers, experts, experts a token, and fingerprints
-of router and expert weights. The file tells of the text it was made from (how it is routed), so
-only its owner may read it.
+The header ties it to a model: architecture, MoE layers, experts, experts per token, and
+fingerprints of router and expert weights. The file reveals how the calibration texts
+are routed, so only its owner may read it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from paceline.plan import Plan
 from paceline.stand_ins.identity import LayerIdentity
 
 FILE = "calibration.safetensors"
-"""In the folder of a calibration."""
+"""Name of the file in the folder of a calibration."""
 
 SCHEMA = "paceline-calibration/3"
 _HEADER = "paceline"
 
 COVERED = 0.5
-"""Share of the mean share explained below which a text is said not to be covered by the others."""
+"""Ratio to the mean share explained below which a text is not covered by the other texts."""
 
 
 class CalibrationError(ValueError):
@@ -39,18 +39,18 @@ class CalibrationError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class LayerCalibration:
-    """What was found of one MoE layer with E experts.
+    """Stand-ins and figures of one MoE layer with E experts.
 
     Attributes:
         name: of the layer.
-        k: experts a token.
-        router: fingerprint of its weights.
-        experts: [E] fingerprints of theirs.
+        k: experts per token.
+        router: fingerprint of the router's weights.
+        experts: [E] fingerprints of the experts' weights.
         ridge: penalty of the stand-ins, relative to the mean variance of an input.
         explained: share of the energy of the experts' outputs that stand-ins explain on rows that
-            they were not fitted to; 0 where there is none.
-        explained_by_text: [texts] the same of each text's rows, while it was left out.
-        placement: [E] device of each expert, or empty: none was searched.
+            they were not fitted to; 0 where there is no stand-in.
+        explained_by_text: [texts] the same on each text's rows, while it was left out.
+        placement: [E] device of each expert; empty if none was searched.
         bias: [E, hidden] float32 mean outputs.
         up: [E, hidden, rank] bfloat16, zeros beyond an expert's own rank.
         down: [E, rank, hidden] bfloat16, likewise.
@@ -58,10 +58,10 @@ class LayerCalibration:
         ranks: [E] int64 rank of each stand-in; 0: none.
         loads: [texts, E] int64 rows of each text that were routed to each expert.
         output_norm: [E] float32 mean norm of the outputs, 0 without rows.
-        residual_norm: [E] float32 mean norm of what a stand-in leaves of them.
+        residual_norm: [E] float32 mean norm of the difference from the stand-in.
         residual_log: [E] float32, and
-        residual_slope: [E, hidden] bfloat16: the logarithm of that norm for an input x is expected
-            to be residual_log + residual_slope (x - mean); zeros without rows.
+        residual_slope: [E, hidden] bfloat16: the logarithm of that norm for an input x is about
+            residual_log + residual_slope (x - mean); zeros without rows.
         explained_by_expert: [E] float32, as `explained`.
     """
 
@@ -86,11 +86,11 @@ class LayerCalibration:
     explained_by_expert: Tensor
 
     def tensors(self) -> dict[str, Tensor]:
-        """Its tensors by name."""
+        """Return its tensors by name."""
         return {name: getattr(self, name) for name in _TENSORS}
 
     def fields(self) -> dict[str, Any]:
-        """The rest, JSON-able."""
+        """Return the other fields, ready for JSON."""
         return {name: getattr(self, name) for name in _FIELDS}
 
 
@@ -121,14 +121,14 @@ _FIELDS = (
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """What a calibration run found of a model.
+    """The result of a calibration run over a model.
 
     Attributes:
         architecture: class of the model.
         texts: names of the texts that were run.
-        tokens: that were run, of each text.
-        held_out: what was left out in turn to judge stand-ins: "texts", or "parts" of the only one.
-        layers: one a MoE layer.
+        tokens: number run of each text.
+        held_out: what was left out in turn to judge stand-ins: "texts", or "parts" of one text.
+        layers: one per MoE layer.
     """
 
     architecture: str
@@ -138,7 +138,7 @@ class Calibration:
     layers: tuple[LayerCalibration, ...]
 
     def check_model(self, architecture: str, layers: Sequence[LayerIdentity]) -> None:
-        """Refuse a model that the calibration wasn't made of.
+        """Refuse a model that the calibration wasn't made for.
 
         Args:
             architecture: class of the model.
@@ -151,49 +151,50 @@ class Calibration:
         """
         if architecture != self.architecture:
             raise CalibrationError(
-                f"the calibration is of a {self.architecture}, the model is a {architecture}."
+                f"the model must be a {self.architecture} as in the calibration, got {architecture}"
             )
         if len(layers) != len(self.layers):
             raise CalibrationError(
-                f"the calibration is of {len(self.layers)} MoE layers, the model has {len(layers)}."
+                f"the model must have {len(self.layers)} MoE layers as in the calibration, got "
+                f"{len(layers)}"
             )
         for own, layer in zip(self.layers, layers, strict=True):
             sizes = (own.name, len(own.experts), own.k)
             if sizes != (layer.name, layer.num_experts, layer.k):
                 raise CalibrationError(
-                    f"the calibration is of layer {own.name} with {sizes[1]} experts and {own.k} a "
-                    f"token, the model has {layer.name} with {layer.num_experts} and {layer.k}."
+                    f"layer {own.name} must have {sizes[1]} experts, {own.k} per token, as in the "
+                    f"calibration, got {layer.name} with {layer.num_experts}, {layer.k} per token"
                 )
             same = all(own.experts[e] == seen for e, seen in layer.experts.items())
             if own.router != layer.router or not same:
-                what = "router" if same else "experts"
+                part = "router" if same else "experts"
                 raise CalibrationError(
-                    f"the calibration is of other weights: those of the {what} of layer "
-                    f"{layer.name} differ; calibrate this model."
+                    f"the calibration is of other weights: those of the {part} of layer "
+                    f"{layer.name} differ; calibrate this model"
                 )
 
     def warnings(self) -> list[str]:
-        """What a user should know before relying on it, a sentence each.
+        """List what a user should know before relying on it, one sentence each.
 
         >>> Calibration("Mixtral", ("a",), (9,), "parts", ()).warnings()
-        ['With one text only, parts of it were left out: give several.']
+        ['With one text only, parts of it were left out: use several texts.']
         """
         if self.held_out == "parts":
-            return ["With one text only, parts of it were left out: give several."]
-        said = []
+            return ["With one text only, parts of it were left out: use several texts."]
+        sentences = []
         for index, name in enumerate(self.texts):
             own = sum(layer.explained_by_text[index] for layer in self.layers)
             mean = sum(layer.explained for layer in self.layers)
             if own < COVERED * mean:
                 share = own / len(self.layers)
-                said.append(
-                    f"{name} is not covered by the other texts: what was fitted to them explains "
-                    f"{share:.0%} of it; give more text of each kind that the model will see."
+                sentences.append(
+                    f"{name} is not covered by the other texts: stand-ins fitted to them explain "
+                    f"{share:.0%} of it; use more text of each kind that the model will see."
                 )
-        return said
+        return sentences
 
     def plan(self, calibration: str | None = None) -> Plan:
-        """The placements that were searched with it, and where it is.
+        """Return the plan of its placements, which names its folder.
 
         Args:
             calibration: its folder, relative to the plan's file.
@@ -216,10 +217,10 @@ class Calibration:
         )
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write the file into a folder, made if need be; whole or not at all, 0600.
+        """Write the file into a folder, created if missing; atomically, mode 0600.
 
         Returns:
-            Where it is.
+            The file's path.
 
         Raises:
             OSError: if the folder can't be written.
@@ -252,21 +253,21 @@ class Calibration:
         """
         path = Path(folder) / FILE
         if path.exists() and not path.is_file():  # opening a pipe would wait for it
-            raise CalibrationError(f"{path} is no plain file.")
+            raise CalibrationError(f"{path} is no plain file")
         try:
             with safe_open(path, framework="pt") as file:
                 header = json.loads((file.metadata() or {})[_HEADER])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except FileNotFoundError:
             raise CalibrationError(
-                f"there is no calibration in {folder}: {FILE} is missing."
+                f"there is no calibration in {folder}: {FILE} is missing"
             ) from None
         except OSError as error:
-            raise CalibrationError(f"{path} can't be read: {error.strerror or error}.") from None
+            raise CalibrationError(f"{path} can't be read: {error.strerror or error}") from None
         except (SafetensorError, KeyError, ValueError, RecursionError) as error:
-            raise CalibrationError(f"{path} is no calibration: {_line(error)}.") from None
+            raise CalibrationError(f"{path} is no calibration: {_line(error)}") from None
         if not isinstance(header, dict) or header.get("schema") != SCHEMA:
-            raise CalibrationError(f"{path} is no calibration of the form {SCHEMA}.")
+            raise CalibrationError(f"{path} is no calibration of the form {SCHEMA}")
         try:
             return cls(
                 architecture=str(header["architecture"]),
@@ -279,23 +280,17 @@ class Calibration:
                 ),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CalibrationError(f"{path} is damaged: {_line(error)}.") from None
+            raise CalibrationError(f"{path} is damaged: {_line(error)}") from None
 
 
 def _layer_from(
     fields: Mapping[str, Any], index: int, tensors: Mapping[str, Tensor], texts: int
 ) -> LayerCalibration:
-    """A layer as it was written.
-
-    Args:
-        fields: as `LayerCalibration.fields` gives them.
-        index: of the layer.
-        tensors: "index.name" -> tensor.
-        texts: of the calibration.
+    """Read a layer from its `fields` and from tensors named "index.name".
 
     Raises:
         KeyError: if something is missing.
-        ValueError: if a tensor has another form than it must have.
+        ValueError: if a tensor has a wrong dtype or shape.
     """
     own = {name: tensors[f"{index}.{name}"] for name in _TENSORS}
     sizes = {"texts": texts, "experts": len(fields["experts"])}
@@ -303,8 +298,8 @@ def _layer_from(
         tensor = own[name]
         if tensor.dtype is not dtype or tensor.dim() != len(shape):
             raise ValueError(f"{index}.{name} is {tensor.dtype} {list(tensor.shape)}")
-        for size, said in zip(tensor.shape, shape, strict=True):
-            if sizes.setdefault(said, size) != size:
+        for size, axis in zip(tensor.shape, shape, strict=True):
+            if sizes.setdefault(axis, size) != size:
                 raise ValueError(f"{index}.{name} has shape {list(tensor.shape)}")
         if not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"{index}.{name} has values that are not finite")

@@ -1,7 +1,7 @@
-"""Compensated Drop in one layer: what a dropped assignment leaves behind, computed at its token.
+"""Compensated Drop in one layer: stand-ins of dropped experts, computed where the token is.
 
-Nothing is sent and no load changes: the stand-in of a dropped expert, an affine map of small rank,
-is added to what the kept experts give.
+Nothing is sent and no load changes: the output of a dropped expert's stand-in, an affine map of
+small rank, is added to that of the kept experts.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from paceline.stand_ins.calibration_file import LayerCalibration
 
-Tell = Callable[[Tensor, Tensor], None]
-"""Told the sum of squared distances of dropped inputs, and of how many, 0-d tensors."""
+OnDistance = Callable[[Tensor, Tensor], None]
+"""Called with the sum of squared distances of dropped inputs and their number, 0-d tensors."""
 
 _HAS_TRITON = find_spec("triton") is not None
 
-_LOW = (torch.bfloat16, torch.float16, torch.float32)  # what the kernels multiply
+_LOW = (torch.bfloat16, torch.float16, torch.float32)  # dtypes of the kernels
 
 _BUFFERS = ("_down", "_up", "_shift", "_bias", "_scale", "_local", "_norms", "_log", "_slope")
 
@@ -28,9 +28,9 @@ class Compensation:
     """The stand-ins of a layer's experts.
 
     Args:
-        layer: what a calibration found of it.
-        experts: whose stand-ins are added here; None: all.
-        like: a tensor of the dtype and on the device that the layer computes in.
+        layer: its part of a calibration.
+        experts: those whose stand-ins are added here; None: all.
+        like: a tensor with the dtype and device that the layer computes in.
     """
 
     def __init__(
@@ -52,27 +52,27 @@ class Compensation:
             scale = torch.where(ranks > 0, 1 / ranks, 0)
             self._scale = scale.to(like.device, exact)  # [own] 1 / rank, 0 without a stand-in
             self._local = local.to(like.device)
-            known = layer.output_norm > 0  # of the others nothing was seen
+            known = layer.output_norm > 0  # the others had no rows
             self._norms = _or_mean(layer.output_norm, known).to(like.device)
             slope = layer.residual_slope.double()
             log = _or_mean(layer.residual_log, known) - (slope * layer.mean).sum(1)
-            # of all experts, as who stays is decided for all
+            # of all experts, as survivors are chosen among all
             self._log = log.to(like.device, exact)  # [experts]
             self._slope = slope.T.contiguous().to(like.device, exact)  # [hidden, experts]
         self._own = len(own)
 
     def norms(self, hidden: Tensor, compensate: bool) -> Tensor:
-        """How much dropping an assignment leaves out of its token.
+        """Return the norm of what dropping an assignment leaves out of its token.
 
         Args:
             hidden: [..., hidden] states of the tokens.
-            compensate: whether stand-ins are added.
+            compensate: True if stand-ins are added.
 
         Returns:
-            [experts] mean norm of the outputs; with stand-ins [tokens, experts] norm that is
-            expected of what a stand-in leaves of an output.
+            [experts] mean norm of the outputs; with stand-ins [tokens, experts] expected norm of
+            the difference between an output and the stand-in's.
         """
-        self._follow(hidden.device)
+        self._move_to(hidden.device)
         if not compensate:
             return self._norms
         x = hidden.detach().reshape(-1, hidden.shape[-1]).to(self._slope.dtype)
@@ -85,11 +85,11 @@ class Compensation:
         ids: Tensor,
         weights: Tensor,
         dropped: Tensor,
-        tell: Tell | None = None,
+        on_distance: OnDistance | None = None,
     ) -> Tensor:
-        """`out` with what the stand-ins of dropped assignments give.
+        """Add the stand-ins of dropped assignments to `out`.
 
-        Rows that lost nothing are as they were, to the bit.
+        Rows that lost nothing stay the same to the bit.
 
         Args:
             out: [..., hidden] of the kept experts.
@@ -97,32 +97,32 @@ class Compensation:
             ids: [tokens, k] the model's own choice.
             weights: [tokens, k] its combine weights.
             dropped: [tokens, k] bool.
-            tell: told how far inputs are from those of the calibration: the squared distance in
-                the directions that a stand-in looks at, over its mean there, about 1 an input.
+            on_distance: called with how far inputs are from those of the calibration: the squared
+                distance in a stand-in's directions over its mean there, about 1 per input.
         """
         if self._own == 0:
             return out
-        self._follow(ids.device)
+        self._move_to(ids.device)
         local = self._local[torch.where(dropped, ids.long(), -1)]
         x = hidden.reshape(-1, hidden.shape[-1])
         # where a graph is made or a device runs ahead, shapes must not depend on what was dropped
-        give = self._grouped
+        compute = self._grouped
         if torch.compiler.is_compiling():
-            give = self._dense
+            compute = self._dense
         elif x.is_cuda:
-            give = self._sorted if _HAS_TRITON and x.dtype in _LOW else self._dense
+            compute = self._sorted if _HAS_TRITON and x.dtype in _LOW else self._dense
         flat = out.reshape(-1, out.shape[-1])
-        return give(flat, x.to(self._down.dtype), local, weights, tell).reshape(out.shape)
+        return compute(flat, x.to(self._down.dtype), local, weights, on_distance).reshape(out.shape)
 
-    def _follow(self, device: torch.device) -> None:
+    def _move_to(self, device: torch.device) -> None:
         if self._local.device != device:  # the model was moved
             for name in _BUFFERS:
                 setattr(self, name, getattr(self, name).to(device))
 
     def _dense(
-        self, out: Tensor, x: Tensor, local: Tensor, weights: Tensor, tell: Tell | None
+        self, out: Tensor, x: Tensor, local: Tensor, weights: Tensor, on_distance: OnDistance | None
     ) -> Tensor:
-        """Every token times every stand-in, those of dropped assignments kept: no size is read."""
+        """Multiply every token by every stand-in and keep those dropped: no size is read."""
         tokens, rank = x.shape[0], self._down.shape[1]
         lost = torch.zeros((tokens, self._own + 1), dtype=self._shift.dtype, device=x.device)
         times = torch.zeros_like(lost).scatter_add(1, local, torch.ones_like(local).to(lost))
@@ -130,33 +130,33 @@ class Compensation:
         times = times[:, : self._own]
         seen = (x @ self._down.reshape(-1, x.shape[1]).T).view(tokens, self._own, rank)
         seen = torch.where(times.unsqueeze(2) != 0, seen - self._shift, 0)
-        if tell is not None:
+        if on_distance is not None:
             far = seen.square().sum(2) * self._scale
-            tell((far * times).sum(), (times * (self._scale > 0)).sum())
+            on_distance((far * times).sum(), (times * (self._scale > 0)).sum())
         inner = (seen * lost.unsqueeze(2)).flatten(1).to(x.dtype)
         left = inner @ self._up.reshape(-1, x.shape[1]) + lost.to(x.dtype) @ self._bias
         some = (local < self._own).any(1, keepdim=True)
         return torch.where(some, out + left.to(out.dtype), out)
 
     def _sorted(
-        self, out: Tensor, x: Tensor, local: Tensor, weights: Tensor, tell: Tell | None
+        self, out: Tensor, x: Tensor, local: Tensor, weights: Tensor, on_distance: OnDistance | None
     ) -> Tensor:
-        """The dropped assignments alone, sorted by expert on the device: no size is read."""
-        from paceline.stand_ins.kernels import left_behind
+        """Compute the dropped assignments alone, sorted on the device: no size is read."""
+        from paceline.stand_ins.kernels import sum_stand_ins
 
-        total, seen, expert = left_behind(
+        total, seen, expert = sum_stand_ins(
             x, local, weights, self._down, self._up, self._bias, self._shift
         )
-        if tell is not None:
+        if on_distance is not None:
             scale = torch.nn.functional.pad(self._scale, (0, 1))[expert]
-            tell((seen.square().sum(1) * scale).sum(), (scale > 0).sum())
+            on_distance((seen.square().sum(1) * scale).sum(), (scale > 0).sum())
         some = (local < self._own).any(1, keepdim=True)
         return torch.where(some, out + total.to(out.dtype), out)
 
     def _grouped(
-        self, out: Tensor, x: Tensor, local: Tensor, weights: Tensor, tell: Tell | None
+        self, out: Tensor, x: Tensor, local: Tensor, weights: Tensor, on_distance: OnDistance | None
     ) -> Tensor:
-        """The dropped assignments alone, expert by expert; rows are touched as seldom as can be."""
+        """Compute the dropped assignments alone, expert by expert, touching few rows."""
         flat = local.flatten()
         pairs = (flat < self._own).nonzero().flatten()
         if pairs.shape[0] == 0:
@@ -172,9 +172,9 @@ class Compensation:
         looked = zip(some, torch.split(tokens, sizes), strict=True)
         seen = torch.cat([x[part] @ self._down[expert].T for expert, part in looked])
         seen = seen.to(exact) - self._shift[experts]
-        if tell is not None:
+        if on_distance is not None:
             scale = self._scale[experts]
-            tell((seen.square().sum(1) * scale).sum(), (scale > 0).sum())
+            on_distance((seen.square().sum(1) * scale).sum(), (scale > 0).sum())
         inner = torch.split((seen * shares.unsqueeze(1)).to(x.dtype), sizes)
         share = torch.split(shares.to(x.dtype), sizes)
         if out.dtype is exact:
@@ -190,6 +190,6 @@ class Compensation:
 
 
 def _or_mean(values: Tensor, known: Tensor) -> Tensor:
-    """[experts] values; an expert that had no rows gets the mean of those that had some."""
+    """Replace [experts] values of experts without rows by the mean of the others."""
     mean = values[known].mean() if bool(known.any()) else torch.ones(())
     return torch.where(known, values, mean)

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, attr-defined"
 """Stand-ins on CUDA tensors: dropped pairs alone, sorted by expert; static shapes, no host sync.
 
-As many programs are started as the most pairs could need; those without a pair end at once.
+Enough programs are started for the largest number of pairs; those without a pair end at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ROWS, _STEP = 32, 64  # pairs of one expert, and hidden units, that a program t
 
 @triton.jit
 def _expert_of(first, block, own, OWN: tl.constexpr):
-    """Whose block it is: `first` [own + 1] are the numbers of experts' first blocks."""
+    """Find the expert of a block; `first` [own + 1] are the indices of experts' first blocks."""
     each = tl.arange(0, OWN)
     ends = tl.load(first + 1 + each, mask=each < own, other=2147483647)
     return tl.sum((ends <= block).to(tl.int32))
@@ -24,7 +24,7 @@ def _expert_of(first, block, own, OWN: tl.constexpr):
 
 @triton.jit
 def _pairs_of(order, first, start, block, expert, slots, ROWS: tl.constexpr):
-    """[rows] of a block: its pairs in the sorted order, which of them there are, their tokens."""
+    """Return [rows] each: a block's pairs in the sorted order, their presence, their tokens."""
     at = tl.load(start + expert) + (block - tl.load(first + expert)) * ROWS + tl.arange(0, ROWS)
     there = at < tl.load(start + expert + 1)
     return at, there, tl.load(order + at, mask=there, other=0) // slots
@@ -35,7 +35,7 @@ def inner(
     x, down, shift, order, first, start, seen, hidden, slots, own, rank,
     OWN: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """seen [pairs, rank] float32, in the sorted order: down (x - mean) of each pair."""
+    """Write seen [pairs, rank] float32, in the sorted order: down (x - mean) of each pair."""
     block = tl.program_id(0)
     expert = _expert_of(first, block, own, OWN)
     if expert < own:
@@ -66,7 +66,7 @@ def outer(
     scaled, share, up, bias, order, first, start, total, hidden, slots, own, rank,
     OWN: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Adds share bias + up scaled of each pair to its token's row of total [tokens, hidden]."""
+    """Add share bias + up scaled of each pair to its token's row of total [tokens, hidden]."""
     block = tl.program_id(0)
     expert = _expert_of(first, block, own, OWN)
     if expert < own:
@@ -92,16 +92,16 @@ def outer(
         )  # fmt: skip
 
 
-def left_behind(
+def sum_stand_ins(
     x: Tensor, local: Tensor, weights: Tensor, down: Tensor, up: Tensor, bias: Tensor, shift: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the stand-ins of dropped pairs give, added up by token.
+    """Sum the stand-ins' outputs of dropped pairs by token.
 
-    Where a token lost three assignments or more, the last bits depend on which is added first.
+    Where a token lost three assignments or more, the last bits depend on the order of addition.
 
     Args:
         x: [tokens, hidden].
-        local: [tokens, k] int64 number of the stand-in, as many as there are where none is wanted.
+        local: [tokens, k] int64 index of the stand-in; `own` for no stand-in.
         weights: [tokens, k].
         down: [own, rank, hidden] of x's dtype.
         up: [own, rank, hidden], likewise.
@@ -109,8 +109,8 @@ def left_behind(
         shift: [own, rank] float32.
 
     Returns:
-        [tokens, hidden] float32, and of each pair in the order of their experts [pairs, rank] what
-        its stand-in saw (0 where there is none) and [pairs] the stand-in's number.
+        [tokens, hidden] float32 sums; [pairs, rank], sorted by expert, what each stand-in saw (0
+        for none); and [pairs] the stand-in's index.
     """
     (tokens, slots), (own, rank, hidden) = local.shape, down.shape
     expert, order = local.flatten().sort(stable=True)

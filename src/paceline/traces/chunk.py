@@ -164,6 +164,11 @@ class Chunk:
         )
 
 
+def id_dtype(experts: int) -> torch.dtype:
+    """Choose the smallest integers that hold every expert and `experts` itself, which is none."""
+    return torch.uint8 if experts < 1 << 8 else torch.int16 if experts < 1 << 15 else torch.int32
+
+
 def joined(chunks: Sequence[Chunk]) -> Chunk:
     """Join chunks of one trace, one after the other."""
     if len(chunks) == 1:

@@ -97,7 +97,7 @@ class TraceWriter:
             raise TraceError(f"{folder} can't be written: {error.strerror}.") from None
 
     def add(self, chunk: Chunk) -> None:
-        """Append a chunk of whole batches.
+        """Write a chunk of whole batches.
 
         Raises:
             TraceError: if it can't be written, or is larger than a reader takes.
@@ -106,7 +106,7 @@ class TraceWriter:
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         if size > MAX_CHUNK_BYTES - MAX_HEADER_BYTES:
             raise TraceError(
-                f"{self.folder}: a chunk has {size} bytes: allowed are {MAX_CHUNK_BYTES}, so "
+                f"{self.folder}: a chunk must have at most {MAX_CHUNK_BYTES} bytes, got {size}: "
                 "batches must be smaller, or of choices instead of scores."
             )
         metadata = {CHUNK_KEY: self.header.identity, "chunk": str(self.chunks)}
@@ -198,11 +198,13 @@ def read_trace(folder: Path) -> Trace:
     count = found if header.chunks is None else header.chunks
     for number in range(count):
         if not (folder / chunk_name(number)).is_file():
-            raise TraceError(f"{folder} lacks {chunk_name(number)}: allowed is every one in turn.")
+            raise TraceError(
+                f"{folder} lacks {chunk_name(number)}: chunks must be numbered without a gap."
+            )
     if header.per_token and header.k is None and not count:
         raise TraceError(f"{folder} holds nothing yet: recording ended before the first chunk.")
     if header.per_token and header.k is None:
-        raise TraceError(f"{folder}/trace.json: layers.k is missing: expected is a number.")
+        raise TraceError(f"{folder}/trace.json: layers.k is missing.")
     if header.chunks is None:
         note = "recording was cut off: what had not been written yet is missing"
         header = header.model_copy(update={"notes": (*header.notes, note)})
@@ -239,15 +241,13 @@ def _tensors(path: Path, identity: str, number: int) -> dict[str, Tensor]:
             if stated.get(CHUNK_KEY) != identity or stated.get("chunk") != str(number):
                 raise TraceError(
                     f"{path} is chunk {stated.get('chunk')} of trace {stated.get(CHUNK_KEY)}: "
-                    f"expected is chunk {number} of {identity}."
+                    f"expected chunk {number} of {identity}."
                 )
             names = list(stored.keys())
             known = {field.name for field in fields(Chunk)}
             if not set(names) <= known:
                 extra = sorted(set(names) - known)[0]
-                raise TraceError(
-                    f"{path} has a tensor {extra!r}: allowed are {', '.join(_DTYPES)}."
-                )
+                raise TraceError(f"{path} has a tensor {extra!r}, expected {', '.join(_DTYPES)}.")
             return {name: stored.get_tensor(name) for name in names}
     except OSError as error:
         raise TraceError(f"{path} can't be read: {error.strerror or error}.") from None
@@ -341,7 +341,7 @@ class _Check:
 
     def refuse(self, name: str, found: str, expected: str) -> None:
         """Raise for one tensor."""
-        raise TraceError(f"{self.path}: {name} {found}, expected is {expected}.")
+        raise TraceError(f"{self.path}: {name} {found}, expected {expected}.")
 
 
 def _sizes(sizes: list[int | None]) -> str:

@@ -64,7 +64,7 @@ class Layer(BaseModel):
     @model_validator(mode="after")
     def _k_fits(self) -> Layer:
         if self.k is not None and self.k > self.experts:
-            raise ValueError(f"k={self.k} of {self.experts} experts: allowed is k <= experts")
+            raise ValueError(f"k must be at most experts={self.experts}, got {self.k}")
         return self
 
 
@@ -111,7 +111,7 @@ class Header(BaseModel):
 
     @property
     def k(self) -> int | None:
-        """Most experts a token of a layer, None where a layer's is unknown."""
+        """Largest k of the layers, None where that of a layer is unknown."""
         known = [layer.k for layer in self.layers if layer.k is not None]
         return max(known) if len(known) == len(self.layers) else None
 
@@ -140,10 +140,7 @@ def parse_header(fields: Any, where: str) -> Header:
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise TraceError(f'{where}: format is not "{FORMAT}": this is no trace of Paceline.')
     if fields.get("version") != VERSION:
-        raise TraceError(
-            f"{where}: version={seen(fields.get('version'))} is not allowed: read is version "
-            f"{VERSION}."
-        )
+        raise TraceError(f"{where}: version must be {VERSION}, got {seen(fields.get('version'))}.")
     try:
         header = Header.model_validate_json(json.dumps(fields))
     except ValidationError as error:

@@ -118,7 +118,7 @@ def trace_loads(
     cut = trace if batch_tokens is None else trace.regrouped(batch_tokens)
     figures = _LoadSums(cut, placements)
     figures.read(cut, progress)
-    header = trace.header
+    header, layers = trace.header, figures.layers()
     return TraceLoads(
         schema=SCHEMA,
         trace=trace.where,
@@ -132,8 +132,8 @@ def trace_loads(
         axes=AXES,
         batches=figures.batches,
         tokens=figures.tokens,
-        overall=figures.overall(),
-        layers=figures.layers(),
+        overall=figures.overall(layers),
+        layers=layers,
         groups=figures.groups(),
         rows=_repeated(trace, placements, batch_tokens) if header.per_token else None,
     )
@@ -152,7 +152,7 @@ def _repeated(
         part = part if batch_tokens is None else part.regrouped(batch_tokens)
         figures = _LoadSums(part, placements)
         figures.read(part, None)
-        rest[f"without_{which}"] = figures.overall()
+        rest[f"without_{which}"] = figures.overall(figures.layers())
     return RepeatedRows(
         tokens=found.tokens,
         commonest_share=share(found.commonest, found.tokens),
@@ -227,8 +227,8 @@ class _LoadSums:
 
     def _device_loads(self, loads: Array) -> Array:
         """Add up expert loads, [batches, layers, experts] -> [batches, layers, devices]."""
-        loads_by_layer: Array = np.matmul(loads.swapaxes(0, 1), self._host)
-        return loads_by_layer.swapaxes(0, 1)
+        by_layer: Array = np.matmul(loads.swapaxes(0, 1), self._host).swapaxes(0, 1)
+        return by_layer
 
     @property
     def tokens(self) -> int | None:
@@ -305,14 +305,14 @@ class _LoadSums:
             most_active_experts=float(most.mean()) if counted else None,
         )
 
-    def overall(self) -> OverallLoads:
+    def overall(self, layers: Sequence[LayerLoads]) -> OverallLoads:
         """Sum up all layers.
 
         Raises:
             ValueError: if there is no batch with a token.
         """
         device, expert, _, most = self._figures()
-        busy, layers = device.mean > 0, self.layers()
+        busy = device.mean > 0
         over_all = device.over("batch", "layer")
         peak = float(over_all.ratio)
         over_layers = [x for x in (one.device_peak_to_mean.mean for one in layers) if x is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Protocol
 
 from paceline.traces.folder import read_trace
 from paceline.traces.format import HEADER, TraceError
@@ -20,11 +21,20 @@ from paceline.traces.importers import (
 from paceline.traces.importers.source import ImportOptions, Source
 from paceline.traces.trace import Trace
 
-IMPORTERS = (
+
+class Importer(Protocol):
+    """The two functions of a module that imports one kind of file or folder."""
+
+    def matches(self, source: Source) -> bool: ...
+
+    def read(self, source: Source) -> Trace: ...
+
+
+IMPORTERS: tuple[Importer, ...] = (
     tensorrt_llm, llama_cpp, sglang_recorder, numpy_arrays, esft, route_log, completions,
     json_tables, refused,
 )  # fmt: skip
-"""Modules with `matches(source)` and `read(source)`; the first that matches reads."""
+"""Importers in order: the first that matches reads."""
 KNOWN = (
     "a folder of paceline record, completions with routed_experts (vLLM, SGLang), JSONL route "
     "logs, SGLang's recorder (.pt, CSV, logical_count), TensorRT-LLM's expert statistic, ESFT's "
@@ -77,7 +87,7 @@ def sample(name: str, options: ImportOptions | None = None) -> Trace:
     6
     """
     if name not in samples():
-        raise TraceError(f"there is no sample {name!r}: allowed are {', '.join(samples())}.")
+        raise TraceError(f"sample must be one of {', '.join(samples())}, got {name!r}.")
     path = _SAMPLES / f"{name}.npz"
     return numpy_arrays.read(Source(path, options or ImportOptions(), f"{SAMPLE}{name}"))
 
@@ -116,9 +126,9 @@ def _check_file(path: Path) -> None:
 def _unknown(source: Source) -> TraceError:
     path = source.path
     if path.is_dir():
-        return TraceError(f"the folder {path} holds no trace that is known: {KNOWN}.")
+        return TraceError(f"the folder {path} holds no known trace, which is {KNOWN}.")
     if source.looks_like_json and source.json is None:
         return TraceError(f"{path} is neither JSON nor JSON lines: it is cut off or broken.")
     if source.looks_like_json:
-        return TraceError(f"{path} is JSON of no kind that is known: {KNOWN}.")
-    return TraceError(f"{path} is no trace that is known: {KNOWN}.")
+        return TraceError(f"{path} is JSON of an unknown form; known are {KNOWN}.")
+    return TraceError(f"{path} is no known trace, which is {KNOWN}.")

@@ -69,7 +69,7 @@ def check_policies(trace: Trace, policies: Mapping[str, Sequence[CapacityPolicy]
         if policy.pool not in pools:
             raise ValueError(
                 f"{owner}: pool={policy.pool!r} needs the token_{policy.pool} of every token, "
-                f"which {trace.where} doesn't hold: allowed are {', '.join(pools)}."
+                f"which {trace.where} doesn't hold: pool must be one of {', '.join(pools)}."
             )
         if policy.max_active is not None and "weight" not in keeps:
             raise ValueError(
@@ -81,5 +81,5 @@ def check_policies(trace: Trace, policies: Mapping[str, Sequence[CapacityPolicy]
             lacking = needed.get(policy.keep, "scores")
             raise ValueError(
                 f"{owner}: keep={policy.keep!r} needs {lacking}, which {trace.where} doesn't hold: "
-                f"allowed are {', '.join(keeps)}."
+                f"keep must be one of {', '.join(keeps)}."
             )

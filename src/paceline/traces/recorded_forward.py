@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.routing import RoutingInputs
-from paceline.traces.chunk import DEFAULTS, FACTS, PER_CHOICE, Chunk
+from paceline.traces.chunk import DEFAULTS, FACTS, PER_CHOICE, Chunk, id_dtype
 from paceline.traces.format import MODALITIES, PHASES, UNKNOWN, Header, TraceError
 
 _CODES = [
@@ -196,15 +196,14 @@ def _chunk_of_counts(forwards: Sequence[Recorded], header: Header) -> Chunk:
 def _dtype(name: str, forwards: Sequence[Recorded], header: Header) -> torch.dtype:
     if name in FACTS:
         return _DTYPES[name]
-    if name == "ids":  # to hold every expert, and the number of experts for none
-        few = ((256, torch.uint8), (1 << 15, torch.int16))
-        return next((dtype for limit, dtype in few if header.experts < limit), torch.int32)
+    if name == "ids":
+        return id_dtype(header.experts)
     found = [layer[name].dtype for f in forwards for layer in f.layers if name in layer]
     return reduce(torch.promote_types, found)
 
 
 def _stacked(name: str, forward: Recorded, dtype: torch.dtype, header: Header) -> Tensor:
-    """Stack one forward to [layers, rows, ...]; a layer with fewer rows has padding behind them."""
+    """Collect one forward as [layers, rows, ...]; shorter layers have padding at the end."""
     layers = []
     for layer, described in zip(forward.layers, header.layers, strict=True):
         own, default = layer.get(name), DEFAULTS.get(name, 0)

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-
-from paceline.balance import Peaks, share, spread, straggler_loss
 from paceline.plan import Plan
 from paceline.progress import Progress
 from paceline.routing import Assignment
 from paceline.traces.policy_support import check_policies
 from paceline.traces.results import SimulatedModel, SimulatedPlan, Simulation
-from paceline.traces.simulate_layer import LayerBatches, LayerSimulation, gate_mass_lost
+from paceline.traces.simulate_layer import LayerBatches, LayerSimulation, sum_up
 from paceline.traces.trace import Trace
 
 Watch = Callable[[str, int, int, Assignment], None]
@@ -128,43 +125,15 @@ def _watch_layer(
 def _result(layers: Sequence[LayerSimulation]) -> SimulatedPlan:
     """Sum up a plan's layers."""
     first = layers[0]
-    assignments = sum(layer.assignments for layer in layers)
-    dropped = sum(layer.dropped for layer in layers)
-    total = sum(layer.assignments / layer.placement.num_devices for layer in layers)
-    before = sum(layer.busiest_before for layer in layers)
-    after = sum(layer.busiest_after for layer in layers)
-    steps = sum(layer.batches for layer in layers)
     alike = len({layer.policy for layer in layers}) == 1
     return SimulatedPlan(
         policy=str(first.policy) if alike else "by layer",
         devices=first.placement.num_devices,
         min_expert_load=first.policy.resolved_min_expert_load("cpu"),
         overall=SimulatedModel(
-            assignments=assignments,
-            dropped=dropped,
-            extras=sum(layer.extras for layer in layers),
-            dropped_share=share(dropped, assignments),
-            gate_mass_lost=gate_mass_lost(layers),
-            lost_tokens=sum(layer.lost_tokens for layer in layers),
-            batches_below_min_expert_load=sum(layer.too_small for layer in layers),
-            batches_ruled_by_max_active=sum(layer.ruled_by_active for layer in layers),
-            most_active_experts_before=share(sum(layer.active_before for layer in layers), steps),
-            most_active_experts=share(sum(layer.active_after for layer in layers), steps),
-            busiest_rows_before=before,
-            busiest_rows_after=after,
-            device_peak_to_mean_before=spread(
-                _joined([layer.peaks_before for layer in layers]), before / total if total else None
-            ),
-            device_peak_to_mean=spread(
-                _joined([layer.peaks_after for layer in layers]), after / total if total else None
-            ),
-            straggler_loss=straggler_loss(share(after, total)),
+            busiest_rows_before=sum(layer.busiest_before for layer in layers),
+            busiest_rows_after=sum(layer.busiest_after for layer in layers),
+            **sum_up(layers),
         ),
         layers=[layer.result() for layer in layers],
     )
-
-
-def _joined(layers: Sequence[Peaks]) -> Peaks:
-    """Put the batches of all layers one after the other."""
-    busiest = np.concatenate([layer.busiest for layer in layers])
-    return Peaks(("batch",), busiest, np.concatenate([layer.mean for layer in layers]))

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.balance import Peaks, share, spread, straggler_loss, unit_matrix
+from paceline.balance import Peaks, Spread, share, spread, straggler_loss, unit_matrix
 from paceline.placement import ExpertPlacement
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
@@ -216,43 +216,13 @@ class LayerSimulation:
         except ValueError as error:
             raise ValueError(f"plan {self.name!r}, {self.layer}: {error}") from None
 
-    @property
-    def peaks_before(self) -> Peaks:
-        """Devices by batch, as the model chose."""
-        return self._peaks(self.before)
-
-    @property
-    def peaks_after(self) -> Peaks:
-        """Devices by batch, with the plan."""
-        return self._peaks(self.after)
-
-    def _peaks(self, busiest: array[float]) -> Peaks:
-        tables = (np.frombuffer(table, np.float32) for table in (busiest, self.means))
-        return Peaks(("batch",), *tables)
-
     def result(self) -> SimulatedLayer:
         """Return the sums, and figures over batches."""
-        total = self.assignments / self.placement.num_devices
-        before, after = (
-            rows / total if total else None for rows in (self.busiest_before, self.busiest_after)
-        )
         return SimulatedLayer(
             name=self.layer,
             tokens=self.tokens,
-            assignments=self.assignments,
-            dropped=self.dropped,
-            extras=self.extras,
-            dropped_share=share(self.dropped, self.assignments),
-            gate_mass_lost=gate_mass_lost([self]),
-            lost_tokens=self.lost_tokens,
-            batches_below_min_expert_load=self.too_small,
-            batches_ruled_by_max_active=self.ruled_by_active,
-            most_active_experts_before=share(self.active_before, self.batches),
-            most_active_experts=share(self.active_after, self.batches),
             expert_loads_after=self.loads_after.tolist(),
-            device_peak_to_mean_before=spread(self.peaks_before, before),
-            device_peak_to_mean=spread(self.peaks_after, after),
-            straggler_loss=straggler_loss(after or 0.0),
+            **sum_up([self]),
         )
 
 
@@ -273,9 +243,39 @@ def _table(batch_of: Array, ids: Array, counted: Array, batches: int, experts: i
     return np.bincount(place, minlength=batches * experts).reshape(batches, experts)
 
 
-def gate_mass_lost(layers: Sequence[LayerSimulation]) -> float | None:
-    """Return the share of the gate mass that was dropped, None where it is unknown."""
-    if not all(layer.weighed for layer in layers):
-        return None
+def sum_up(layers: Sequence[LayerSimulation]) -> dict[str, Any]:
+    """Sum up layers: the fields that `SimulatedLayer` and `SimulatedModel` have in common."""
+    assignments = sum(layer.assignments for layer in layers)
+    dropped = sum(layer.dropped for layer in layers)
+    batches = sum(layer.batches for layer in layers)
+    mean = sum(layer.assignments / layer.placement.num_devices for layer in layers)
+    before = sum(layer.busiest_before for layer in layers)
+    after = sum(layer.busiest_after for layer in layers)
     mass = sum(layer.mass for layer in layers)
-    return 1 - sum(layer.mass_kept for layer in layers) / mass if mass > 0 else 0.0
+    lost = 1 - sum(layer.mass_kept for layer in layers) / mass if mass > 0 else 0.0
+    return {
+        "assignments": assignments,
+        "dropped": dropped,
+        "extras": sum(layer.extras for layer in layers),
+        "dropped_share": share(dropped, assignments),
+        "gate_mass_lost": lost if all(layer.weighed for layer in layers) else None,
+        "lost_tokens": sum(layer.lost_tokens for layer in layers),
+        "batches_below_min_expert_load": sum(layer.too_small for layer in layers),
+        "batches_ruled_by_max_active": sum(layer.ruled_by_active for layer in layers),
+        "most_active_experts_before": share(sum(x.active_before for x in layers), batches),
+        "most_active_experts": share(sum(x.active_after for x in layers), batches),
+        "device_peak_to_mean_before": _spread([layer.before for layer in layers], layers, before),
+        "device_peak_to_mean": _spread([layer.after for layer in layers], layers, after),
+        "straggler_loss": straggler_loss(share(after, mean)),
+    }
+
+
+def _spread(
+    busiest: Sequence[array[float]], layers: Sequence[LayerSimulation], rows: int
+) -> Spread:
+    """Sum up the peaks of all batches of all layers; `rows` is the exact sum of the busiest."""
+    tables = [np.frombuffer(table, np.float32) for table in busiest]
+    means = [np.frombuffer(layer.means, np.float32) for layer in layers]
+    total = sum(layer.assignments / layer.placement.num_devices for layer in layers)
+    over_batches = Peaks(("batch",), np.concatenate(tables), np.concatenate(means))
+    return spread(over_batches, rows / total if total else None)

@@ -348,10 +348,13 @@ def test_without_a_calibration_that_fits_it_is_an_error(tmp_path: Path) -> None:
     refused(7, "calibration must be a Calibration", ValueError)
     refused(tmp_path, "there is no calibration in")
     other = Calibration("OlmoeForCausalLM", ("a",), (1,), "texts", found.layers)
-    refused(other, "is of a OlmoeForCausalLM, the model is a MixtralForCausalLM")
-    refused(replace(found, layers=found.layers[:2]), "of 2 MoE layers, the model has 3")
+    refused(other, "must be a OlmoeForCausalLM as in the calibration, got MixtralForCausalLM")
+    refused(
+        replace(found, layers=found.layers[:2]),
+        "must have 2 MoE layers as in the calibration, got 3",
+    )
     wider = replace(found.layers[0], k=5)
-    refused(replace(found, layers=(wider, *found.layers[1:])), "8 experts and 5 a token")
+    refused(replace(found, layers=(wider, *found.layers[1:])), "8 experts, 5 per token")
     with attach(model, CAP) as pace:
         with pytest.raises(ValueError, match="needs a calibration"):
             pace.policy = policy

@@ -19,7 +19,7 @@ from paceline.calibration.collect import calibrate
 from paceline.evaluation.subject import Subject
 from paceline.plan import Plan
 from paceline.stand_ins.calibration_file import CalibrationError
-from paceline.stand_ins.identity import of_experts
+from paceline.stand_ins.identity import expert_fingerprints
 
 
 def quantised(materialised: bool) -> Any:
@@ -60,11 +60,11 @@ def test_tensors_that_wrap_others_are_known_by_what_is_inside() -> None:
     experts = nn.Module()
     inside = torch.randn(4, 8), torch.randn(4, 8)
     experts.weight = nn.Parameter(TwoTensor(*inside), requires_grad=False)
-    before = of_experts(experts, 4)
+    before = expert_fingerprints(experts, 4)
     assert len(set(before)) == 4
     for part in inside:
         part[2, 3] += 1
-        after = of_experts(experts, 4)
+        after = expert_fingerprints(experts, 4)
         assert [one == two for one, two in zip(before, after, strict=True)] == [
             True,
             True,

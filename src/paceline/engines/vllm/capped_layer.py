@@ -237,7 +237,12 @@ class CappedLayer:
         batch = current_batch(ids.shape[0])
         if not batch.real:
             return None
-        if self._stays_out(batch):
+        # the host knows the number of tokens, so it may be certain that nothing is capped
+        rule, pooled = self._rule, batch.tokens
+        if policy.pool == "source":
+            pooled = batch.everywhere
+        stays_out = rule.stays_out(None, pooled, on_cpu=True, exact=True)
+        if stays_out or (pooled >= rule.min_rows[True] and self._never_binds(batch.tokens)):
             if self.ranks.counts:
                 # a copy, because vLLM may use the memory again
                 self.loads.observe(self._assigned(ids, weights).clone(), batch.valid)
@@ -257,14 +262,6 @@ class CappedLayer:
         for watcher, _ in list(self.watchers):
             watcher(self, inputs, assignment)
         return assignment
-
-    def _stays_out(self, batch: Batch) -> bool:
-        """Return True if the host is certain that nothing is capped."""
-        rule = self._rule
-        tokens = batch.everywhere if rule.policy.pool == "source" else batch.tokens
-        if rule.stays_out(None, tokens, on_cpu=True, exact=True):
-            return True
-        return tokens >= rule.min_rows[True] and self._never_binds(batch.tokens)
 
     def _inputs(
         self, batch: Batch, weights: Tensor, ids: Tensor, hidden: Tensor, logits: Tensor

@@ -13,6 +13,7 @@ from torch import Tensor
 from vllm import envs
 from vllm.platforms import current_platform
 
+from paceline.engines.rules import with_default_pool
 from paceline.engines.sharing import shares_budget, warn_of_shared_cache
 from paceline.engines.vllm.accelerator import DeviceCap
 from paceline.engines.vllm.capped_layer import CappedLayer, Ranks, Watcher
@@ -74,14 +75,11 @@ class CappedModel:
             "paceline caps %d MoE layers of this worker with %s, on %d devices",
             len(self.layers), self.layers[0].policy, self.layers[0].units.num_devices,
         )  # fmt: skip
-        if rank == 0 and any(
-            policy is not None and policy.caps for policy in self._start_policies()
-        ):
+        if rank == 0 and any(policy.caps for policy in settings.policies):
             self._warn_if_little_is_saved()
             if config.cache_config.enable_prefix_caching and not self.accepted:
-                warn_of_shared_cache(
-                    "give each user a cache_salt, or say --no-enable-prefix-caching"
-                )
+                remedy = "give each user a cache_salt, or say --no-enable-prefix-caching"
+                warn_of_shared_cache(remedy)
 
     # -- policies ---------------------------------------------------------------------------------
 
@@ -107,7 +105,8 @@ class CappedModel:
                 f"policies must be one, or one for each of the {len(self.layers)} MoE layers, got "
                 f"{len(policies)}."
             )
-        checked = [self._with_pool(policy) for policy in policies]
+        several = self.layers[0].ranks.data_ranks > 1
+        checked = [p and with_default_pool(p, own_batches=several) for p in policies]
         check_settings(self._config, [p for p in checked if p is not None], self.accepted)
         for layer, policy in zip(self.layers, checked, strict=True):
             if policy is not None:
@@ -130,13 +129,6 @@ class CappedModel:
     def _start_policies(self) -> list[CapacityPolicy | None]:
         policies = self._settings.policies
         return list(policies) if len(policies) > 1 else [policies[0]] * len(self.layers)
-
-    def _with_pool(self, policy: CapacityPolicy | None) -> CapacityPolicy | None:
-        """Return the policy; under data parallelism its default pool is the source."""
-        several = self.layers[0].ranks.data_ranks > 1
-        if policy is None or not several or "pool" in policy.model_fields_set:
-            return policy
-        return policy.replace(pool="source")
 
     def _check_slots(self, layer: CappedLayer, policy: CapacityPolicy) -> None:
         """Check that the compiled model has room for a policy's extras."""

@@ -131,7 +131,7 @@ def fused_experts(
     inputs = _buffer("inputs", (pairs, hidden.shape[1]), hidden)
     torch.index_select(hidden, 0, token, out=inputs)
     results = _buffer("results", (pairs, output.shape[1]), output)
-    weights, ids = (flat.reshape(-1)[index].unsqueeze(1) for flat in (weights, ids))
+    weights, ids = weights.reshape(-1)[index].unsqueeze(1), ids.reshape(-1)[index].unsqueeze(1)
     kernel(results, inputs, weights, ids)
     starts = torch.zeros(rows, dtype=torch.int64)
     starts[1:] = torch.from_numpy(kept.sum(1)).cumsum(0)[:-1]

@@ -14,7 +14,7 @@ from vllm.model_executor.model_loader import base_loader
 from paceline.engines.vllm.environment import CALIBRATION, read_settings
 from paceline.stand_ins.calibration_file import Calibration, LayerCalibration
 from paceline.stand_ins.compensation import Compensation
-from paceline.stand_ins.identity import LayerIdentity, of_experts, of_router
+from paceline.stand_ins.identity import LayerIdentity, expert_fingerprints, router_fingerprint
 
 
 class StandIns:
@@ -76,8 +76,8 @@ def _fingerprints(model: nn.Module, runner: Any) -> tuple[str | None, list[str]]
     block = dict(model.named_modules()).get(runner.layer_name.rpartition(".")[0])
     found = (getattr(block, name, None) for name in ("gate", "router"))
     router = next((module for module in found if isinstance(module, nn.Module)), None)
-    experts = of_experts(weights, len(runner.routed_experts.w13_weight))
-    return None if router is None else of_router(router), experts
+    experts = expert_fingerprints(weights, len(runner.routed_experts.w13_weight))
+    return None if router is None else router_fingerprint(router), experts
 
 
 def load_stand_ins(folder: Path, runners: list[Any], config: Any) -> list[StandIns]:

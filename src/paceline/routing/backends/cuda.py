@@ -15,7 +15,7 @@ from paceline.routing.backends import plain
 from paceline.routing.backends import triton_kernels as kernels
 from paceline.routing.cached import table
 from paceline.routing.limits import MAX_TOKENS, Budget, Units, capacity_ratio, split_ratio
-from paceline.routing.ranking import contributions, priority_key, ranking_key, require_scores
+from paceline.routing.ranking import metric, priority_key
 
 expanded, on_host = plain.expanded, False
 
@@ -74,7 +74,7 @@ def keep_best(budget: Budget, candidates: Candidates, fill: bool = False) -> Sur
     of_token = None if policy.pool == "batch" else budget.pools.of_token
     valid, priority = budget.inputs.valid, priority_key(budget.inputs, policy)
     decode = budget.inputs.token_decode if policy.phase == "prefill" else None
-    metric, kind = _metric(budget, candidates)
+    ranking, layout = _metric(budget, candidates)
     assert policy.factor is not None
     ratios = _ratios(units, (policy.factor, policy.fill_factor), budget.k)
 
@@ -97,9 +97,9 @@ def keep_best(budget: Budget, candidates: Candidates, fill: bool = False) -> Sur
     with torch.cuda.device_of(ids):  # type: ignore[no-untyped-call]
         kernels.prepare[(blocks,)](
             ids, _bytes(valid, ids), _or(of_token, ids), _or(priority, ids), _bytes(decode, ids),
-            metric, table(units.of_expert, like), group, key, counts, tokens, prompts,
-            rows, slots, metric.shape[1], candidates.k, budget.num_experts, units.count, pools,
-            kind, valid is not None, of_token is not None, priority is not None,
+            ranking, table(units.of_expert, like), group, key, counts, tokens, prompts,
+            rows, slots, ranking.shape[1], candidates.k, budget.num_experts, units.count, pools,
+            layout, valid is not None, of_token is not None, priority is not None,
             decode is not None, fill, block, wide, bins, pool_bins,
         )  # fmt: skip
         kernels.threshold[(groups,)](
@@ -116,21 +116,12 @@ def keep_best(budget: Budget, candidates: Candidates, fill: bool = False) -> Sur
 
 
 def _metric(budget: Budget, candidates: Candidates) -> tuple[Tensor, int]:
-    """Return the metric that ranks assignments, and its layout: one of the kernels' constants."""
-    inputs, keep = budget.inputs, budget.policy.keep
-    if keep == "score" and inputs.scores is not None:
-        return inputs.scores.float().contiguous(), kernels.BY_EXPERT.value
-    if keep == "score":
-        return require_scores(candidates.scores).contiguous(), kernels.BY_SLOT.value
-    if keep == "weight":
-        return candidates.weights.float().contiguous(), kernels.BY_SLOT.value
-    if keep == "contribution":
-        return contributions(candidates).contiguous(), kernels.BY_SLOT.value
-    if keep in ("first", "last"):
-        kind = kernels.CONSTANT if keep == "first" else kernels.LATEST
-        return inputs.topk_ids, kind.value
-    keys = ranking_key(budget.policy, candidates, budget.pools.rank)
-    return keys.contiguous(), kernels.KEYS.value
+    """Return `metric`, or for kernels that rank by token alone no metric of that layout."""
+    if budget.policy.keep in ("first", "last"):
+        layout = kernels.CONSTANT if budget.policy.keep == "first" else kernels.LATEST
+        return budget.inputs.topk_ids, layout.value
+    ranking, layout = metric(budget.policy, candidates, lambda: budget.pools.rank())
+    return ranking.contiguous(), layout
 
 
 @lru_cache(maxsize=1024)
@@ -140,8 +131,9 @@ def _ratios(
     """Return [factors, units, 3]: the parts of each unit's capacity, see `split_ratio`."""
 
     def row(factor: Fraction, size: int) -> tuple[int, int, int]:
-        whole, *rest = split_ratio(capacity_ratio(factor, k, size, units.num_experts))
-        return min(whole, 1 << 20), *rest  # no token has so many assignments
+        ratio = capacity_ratio(factor, k, size, units.num_experts)
+        whole, rest, denominator = split_ratio(ratio)
+        return min(whole, 1 << 20), rest, denominator  # no token has so many assignments
 
     return tuple(
         tuple(row(factor, units.sizes[size]) for size in units.size_of) for factor in factors

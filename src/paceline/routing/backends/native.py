@@ -30,14 +30,11 @@ from paceline.routing.backends.native_experts import (
     valid_tokens,
 )  # fmt: skip
 from paceline.routing.limits import Budget, capacities_on_host
-from paceline.routing.ranking import contributions, priority_key, ranking_key, require_scores
+from paceline.routing.ranking import BY_EXPERT, KEYS, metric, priority_key
 
 __all__ = ["expanded", "keep_best", "limit_active", "on_host"]
 
 on_host = True
-
-_BY_SLOT, _BY_EXPERT, _KEYS = 0, 1, 2
-"""Layout of the metric: a float by slot, a float by expert, a key by slot."""
 
 
 def keep_best(budget: Budget, candidates: Candidates, fill: bool = False) -> Survivors:
@@ -62,33 +59,20 @@ def keep_best(budget: Budget, candidates: Candidates, fill: bool = False) -> Sur
     if inputs.token_priority is not None or inputs.token_decode is not None:
         classes = priority_key(inputs, policy)
         priority = NO_NUMBERS if classes is None else array_of(classes)
-    metric, kind = _metric(budget, candidates)
+    ranking, layout = metric(policy, candidates, lambda: budget.pools.rank())
+    if layout == KEYS:
+        ranking = ranking.int().view(torch.float32)
     weights = candidates.weights.contiguous()
     kept_weights = torch.empty_like(weights)
     kept_ids, kept = np.empty(ids.shape, np.int64), np.empty(ids.shape, np.bool_)
     choose(
         ids.numpy(), bits_of(weights), candidates.k,
-        NO_FLAGS if inputs.valid is None else array_of(inputs.valid), pool, priority, metric, kind,
-        units.on_host, units.count, capacity,
+        NO_FLAGS if inputs.valid is None else array_of(inputs.valid), pool, priority,
+        array_of(ranking), layout, units.on_host, units.count, capacity,
         np.empty(ids.numel() + 1, np.uint64 if priority.size else np.uint32),
         kept_ids, bits_of(kept_weights), kept,
     )  # fmt: skip
     return Survivors(torch.from_numpy(kept_ids), kept_weights, torch.from_numpy(kept))
-
-
-def _metric(budget: Budget, candidates: Candidates) -> tuple[Array, int]:
-    """Return the metric that ranks assignments, and its layout."""
-    inputs, keep = budget.inputs, budget.policy.keep
-    if keep == "score" and inputs.scores is not None:
-        return array_of(inputs.scores.float()), _BY_EXPERT
-    if keep == "score":
-        return array_of(require_scores(candidates.scores)), _BY_SLOT
-    if keep == "weight":
-        return array_of(candidates.weights.float()), _BY_SLOT
-    if keep == "contribution":
-        return array_of(contributions(candidates)), _BY_SLOT
-    keys = ranking_key(budget.policy, candidates, budget.pools.rank)
-    return array_of(keys.int()).view(np.float32), _KEYS
 
 
 def _capacity_of_batch(budget: Budget, fill: bool) -> Array:
@@ -183,10 +167,10 @@ def _choose_slots(
             for j in range(width):
                 column = first + j
                 g = np.uint64(kept_ids[t, column])
-                if kind == _BY_EXPERT:
+                if kind == BY_EXPERT:
                     column = np.uint64(ids[t, column] if g < groups else 0)
                 bits = bits_of[t, column]
-                key = np.uint32(bits) if kind == _KEYS else _descending(bits)
+                key = np.uint32(bits) if kind == KEYS else _descending(bits)
                 p = end[g]
                 keys[p] = rank | np.uint64(key)
                 end[g] = p + step[g]

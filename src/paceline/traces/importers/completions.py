@@ -21,7 +21,7 @@ import numpy.typing as npt
 from paceline.traces.format import PHASES, UNKNOWN, TraceError
 from paceline.traces.importers.numpy_arrays import MAGIC, MAX_ARRAY_BYTES, read_npy
 from paceline.traces.importers.source import Source
-from paceline.traces.importers.to_trace import from_choices, layer_names
+from paceline.traces.importers.to_trace import check_ids, from_requests
 from paceline.traces.trace import Trace
 
 Array = npt.NDArray[Any]
@@ -61,22 +61,14 @@ def read(source: Source) -> Trace:
             phase[: prompt or 0] = PHASES.index("prefill")
             phases.append(phase.astype(np.uint8))
         if len(parts) == before:
-            raise TraceError(f"{place} has no {_FIELD}: the server must be told to return them.")
-    shapes = {part.shape[1:] for part in parts}
-    if len(shapes) > 1:
-        raise TraceError(f"{source.where} has {_FIELD} [layers, k] of several shapes: {shapes}.")
+            raise TraceError(
+                f"{place} has no {_FIELD}: start the server with --enable-return-routed-experts."
+            )
     if any(bool((phase == UNKNOWN).any()) for phase in phases):
-        notes.append("how long the prompts are isn't told: phases are unknown")
-    notes.append("logical ids before the engine's replication; no weights")
-    return from_choices(
-        source, np.concatenate(parts).swapaxes(0, 1), layer_names(range(parts[0].shape[1])),
-        program=f"completion with {_FIELD}", experts=experts,
-        starts=np.cumsum([0, *map(len, parts)]), batches="request",
-        facts={
-            "phase": np.concatenate(phases),
-            "request": np.repeat(np.arange(len(parts)), [len(part) for part in parts]),
-        },
-        notes=notes,
+        notes.append("the length of a prompt is unknown, and so are phases")
+    program = f"completion with {_FIELD}"
+    return from_requests(
+        source, parts, program=program, experts=experts, phases=phases, notes=notes
     )  # fmt: skip
 
 
@@ -119,12 +111,8 @@ def _decoded(text: str, where: str, source: Source) -> Array:
     except (binascii.Error, ValueError):
         raise TraceError(f"{where}: {_FIELD} is no base64.") from None
     if raw[: len(MAGIC)] == MAGIC:
-        array = read_npy(io.BytesIO(raw), len(raw), f"{where}: {_FIELD}")
-        if array.ndim != 3 or array.dtype.kind not in "iu":
-            raise TraceError(
-                f"{where}: {_FIELD} has shape {list(array.shape)}, not [tokens, layers, k]."
-            )
-        return array.astype(np.int64)
+        what = f"{where}: {_FIELD}"
+        return check_ids(read_npy(io.BytesIO(raw), len(raw), what), what)
     layers, k = source.require("layers"), source.require("k")
     if not raw or len(raw) % (4 * layers * k):
         raise TraceError(

@@ -69,7 +69,7 @@ def _read_layer(file: Source, k: int) -> tuple[np.ndarray, np.ndarray, list[int]
             tabs = ""
         if not tabs or len(chosen) != len(given) or len(chosen) % k:
             raise TraceError(
-                f"{file.path}, line {number}: expected are ids by tab, two tabs and as many "
+                f"{file.path}, line {number}: expected ids by tab, two tabs and as many "
                 f"weights, k={k} of each per token."
             )
         ids.append(chosen.reshape(-1, k))

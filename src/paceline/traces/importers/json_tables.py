@@ -165,7 +165,7 @@ def _table(
             index = _index(expert, "expert", where)
             if index >= experts:
                 raise TraceError(
-                    f"{where}: layer {layer} names expert {index}: allowed is 0 to {experts - 1}."
+                    f"{where}: layer {layer} names expert {index}: ids must be 0 to {experts - 1}."
                 )
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TraceError(
@@ -192,7 +192,7 @@ def _numbers(data: Fields, field: str, axes: tuple[int, ...], source: Source) ->
         raise TraceError(f"{source.where}: {field} are no even nested lists of numbers.")
     if array.ndim not in axes:
         expected = " or ".join(map(str, axes))
-        raise TraceError(f"{source.where}: {field} has {array.ndim} axes: expected are {expected}.")
+        raise TraceError(f"{source.where}: {field} has {array.ndim} axes: expected {expected}.")
     source.agree("experts", array.shape[-1])
     return array
 

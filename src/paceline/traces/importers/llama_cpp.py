@@ -89,12 +89,12 @@ def _choices(source: Source) -> Trace:
         chosen = whole_numbers(ids.split(" "), None, place)
         k = k or len(chosen)
         if len(chosen) != k:
-            raise TraceError(f"{place} has {len(chosen)} ids: expected are {k}.")
+            raise TraceError(f"{place} must have {k} ids, got {len(chosen)}.")
         rows[whole_numbers([layer], 1, place)[0]].extend(chosen)
     if not rows:
         raise TraceError(f"{source.path} has no rows.")
     tokens = min(map(len, rows.values())) // k
-    notes = ["in the order of the file; batches aren't told; no weights"]
+    notes = ["in the order of the file; batches are unknown; no weights"]
     if len({len(layer) for layer in rows.values()}) > 1:
         notes.append(f"cut to the {tokens} tokens that every layer has")
     indices = sorted(rows)
@@ -146,7 +146,7 @@ class _Header:
     def _count(self) -> int:
         count = self._number(8)
         if count > _MOST:
-            raise TraceError(f"{self._where} says it has {count} entries: allowed are {_MOST}.")
+            raise TraceError(f"{self._where} must have at most {_MOST} entries, got {count}.")
         return count
 
     def _text(self) -> str:

@@ -19,7 +19,12 @@ import numpy.typing as npt
 from paceline.text import shortened
 from paceline.traces.format import PHASES, BatchIs, TraceError
 from paceline.traces.importers.source import ZIP_FAULTS, Source, check_zip
-from paceline.traces.importers.to_trace import from_choices, layer_names
+from paceline.traces.importers.to_trace import (
+    check_ids,
+    from_choices,
+    from_requests,
+    layer_names,
+)  # fmt: skip
 from paceline.traces.trace import Trace
 
 Array = npt.NDArray[Any]
@@ -74,7 +79,7 @@ def read_npy(file: IO[bytes], size: int, where: str) -> Array:
     except (ValueError, SyntaxError, TypeError, KeyError, MemoryError, RecursionError):
         raise TraceError(f"{where} is no .npy array: its header can't be read.") from None
     if not counts or len(sizes) > 8 or dtype.kind not in _KINDS or dtype.hasobject:
-        raise TraceError(f"{where} has dtype {dtype} and shape {shape}: expected are numbers.")
+        raise TraceError(f"{where} has dtype {dtype} and shape {shape}: expected numbers.")
     stated, there = math.prod(sizes) * dtype.itemsize, size - 8 - width - length
     if stated != there or stated > MAX_ARRAY_BYTES:
         raise TraceError(
@@ -118,10 +123,10 @@ def _all_layers(arrays: Mapping[str, Array], source: Source) -> Trace:
     """
     where, ids, weights = source.where, arrays["topk_ids"], arrays.get("topk_weights")
     if ids.dtype.kind not in "iu":
-        raise TraceError(f"{where}: topk_ids are {ids.dtype}: allowed is an integer dtype.")
+        raise TraceError(f"{where}: topk_ids must be integers, got {ids.dtype}.")
     if ids.ndim not in (3, 4) or not ids.size:
         raise TraceError(
-            f"{where}: topk_ids has shape {list(ids.shape)}: expected is [layers, tokens, k] or "
+            f"{where}: topk_ids has shape {list(ids.shape)}: expected [layers, tokens, k] or "
             "[layers, sequences, steps, k]."
         )
     if weights is not None and (weights.shape != ids.shape or weights.dtype.kind != "f"):
@@ -153,7 +158,7 @@ def _all_layers(arrays: Mapping[str, Array], source: Source) -> Trace:
         labels = arrays["token_request"]
         if labels.shape != ids.shape[1:2] or labels.dtype.kind not in "iu":
             raise TraceError(
-                f"{where}: token_request is {labels.dtype} {list(labels.shape)}: allowed is a "
+                f"{where}: token_request is {labels.dtype} {list(labels.shape)}, expected a "
                 f"whole number for each of the {ids.shape[1]} tokens."
             )
         facts["request"] = labels.astype(np.int64)
@@ -178,20 +183,9 @@ def _by_step(array: Array) -> Array:
 
 def _requests(arrays: Mapping[str, Array], source: Source) -> Trace:
     """Read an array [tokens, layers, k] per request, as kept from vLLM's `CompletionOutput`."""
-    where, experts = source.where, source.require("experts")
-    for name, array in arrays.items():
-        if array.ndim != 3 or array.dtype.kind not in "iu":
-            raise TraceError(
-                f"{where}: array {name!r} has shape {list(array.shape)} and dtype {array.dtype}: "
-                "expected are ids [tokens, layers, k]."
-            )
-    parts = [array.astype(np.int64) for array in arrays.values()]
-    if len({part.shape[1:] for part in parts}) != 1:
-        raise TraceError(f"{where}: its arrays differ in [layers, k].")
-    return from_choices(
-        source, np.concatenate(parts).swapaxes(0, 1), layer_names(range(parts[0].shape[1])),
+    experts = source.require("experts")
+    return from_requests(
+        source, [check_ids(array, f"{source.where}: {name!r}") for name, array in arrays.items()],
         program="arrays of routed experts, one a request", experts=experts,
-        starts=np.cumsum([0, *map(len, parts)]), batches="request",
-        facts={"request": np.repeat(np.arange(len(parts)), [len(part) for part in parts])},
-        notes=["logical ids before the engine's replication; no weights; phases are unknown"],
+        notes=["phases are unknown"],
     )  # fmt: skip

@@ -84,7 +84,7 @@ def read(source: Source) -> Trace:
     notes.append(
         "token_idx starts anew: a batch is a forward of that log"
         if forwards
-        else "token_idx counts on: where a forward ends isn't told"
+        else "token_idx counts on: where a forward ends is unknown"
     )
 
     def table(name: str) -> npt.NDArray[Any]:

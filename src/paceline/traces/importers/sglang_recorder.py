@@ -59,7 +59,7 @@ def read(source: Source) -> Trace:
         return _stat(loaded, source)
     if not all(isinstance(data.get("records"), list) and data["records"] for data in loaded):
         raise TraceError(
-            f"{source.where} is no recording of SGLang: expected is logical_count, or records (and "
+            f"{source.where} is no recording of SGLang: expected logical_count, or records (and "
             "files of one mode)."
         )
     if "topk_ids_of_layer" in _record(loaded[0]["records"][0], source.where):
@@ -86,7 +86,7 @@ def _former_csv(source: Source) -> Trace:
             place = f"{file.path}, line {number}"
             layer, expert, count = whole_numbers(line.split(","), 3, place)
             if expert >= experts or layer >= 1 << 20:
-                raise TraceError(f"{place} names expert {expert}: allowed is 0 to {experts - 1}.")
+                raise TraceError(f"{place} names expert {expert}: ids must be 0 to {experts - 1}.")
             table[layer][expert] += count
     if not table:
         raise TraceError(f"{source.where} has no counts.")
@@ -291,7 +291,7 @@ def _map(loaded: list[dict[str, Any]], shape: tuple[int, ...], where: str) -> Ar
     first = maps[0]
     if first.shape != shape or any(not np.array_equal(first, other) for other in maps):
         raise TraceError(
-            f"{where}: last_physical_to_logical_map has shape {list(first.shape)}: expected is "
+            f"{where}: last_physical_to_logical_map has shape {list(first.shape)}: expected "
             f"{list(shape)}, the same on all ranks."
         )
     if first.min() < 0 or first.max() >= 1 << 20:
@@ -301,7 +301,7 @@ def _map(loaded: list[dict[str, Any]], shape: tuple[int, ...], where: str) -> Ar
 
 def _record(record: Any, where: str) -> dict[str, Any]:
     if not isinstance(record, dict):
-        raise TraceError(f"{where}: records hold a {type(record).__name__}: expected are dicts.")
+        raise TraceError(f"{where}: records hold a {type(record).__name__}: expected dicts.")
     return record
 
 
@@ -314,7 +314,7 @@ def _array(value: Any, axes: int, field: str, where: str) -> Array:
     """Convert a tensor of whole numbers to int64."""
     if not isinstance(value, Tensor) or value.dim() != axes or value.is_floating_point():
         shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise TraceError(f"{where}: {field} is {shape}: expected are whole numbers, {axes} axes.")
+        raise TraceError(f"{where}: {field} is {shape}: expected whole numbers, {axes} axes.")
     # strides may repeat a few bytes into terabytes
     size = value.untyped_storage().nbytes() // value.element_size()
     if not 0 < value.numel() <= min(size, _MAX_VALUES) or value.layout is not torch.strided:

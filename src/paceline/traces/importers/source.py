@@ -25,9 +25,9 @@ _MAX_JSON_BYTES, _MAX_LINE, _START = 1 << 28, 1 << 26, 1 << 16
 _MAX_MEMBERS = 1 << 20
 _LIMITS = {"experts": MAX_EXPERTS, "k": MAX_EXPERTS, "layers": MAX_LAYERS, "world_size": 1 << 20}
 _LACKING = {
-    "experts": "how many experts a layer has",
-    "k": "how many experts each token has",
-    "layers": "how many hidden layers the model has",
+    "experts": "the number of experts per layer",
+    "k": "the number of experts per token",
+    "layers": "the number of hidden layers",
 }
 
 
@@ -184,7 +184,9 @@ class Source:
             return None
         size = self.path.stat().st_size
         if size > _MAX_JSON_BYTES:
-            raise TraceError(f"{self.path} has {size} bytes: at most {_MAX_JSON_BYTES} for JSON.")
+            raise TraceError(
+                f"{self.path} must have at most {_MAX_JSON_BYTES} bytes for JSON, got {size}."
+            )
         data = _decoded(self.path.read_bytes())
         if data is None and self.first_row is not None:
             rows = [_decoded(line.encode()) for _, line in self.lines()]
@@ -233,10 +235,10 @@ class Source:
 def check_zip(members: list[zipfile.ZipInfo], where: str, limit: int) -> None:
     """Refuse a zip file that unpacks to more bytes than allowed."""
     if len(members) > _MAX_MEMBERS:
-        raise TraceError(f"{where} has {len(members)} members: allowed are {_MAX_MEMBERS}.")
+        raise TraceError(f"{where} must have at most {_MAX_MEMBERS} members, got {len(members)}.")
     total = sum(member.file_size for member in members)
     if total > limit:
-        raise TraceError(f"{where} unpacks to {total} bytes: allowed are {limit}.")
+        raise TraceError(f"{where} must unpack to at most {limit} bytes, got {total}.")
 
 
 def whole_number(value: Any, field: str, where: str, least: int = 0, below: int = 1 << 40) -> int:

@@ -40,7 +40,7 @@ def read(source: Source) -> Trace:
         if isinstance(error, TraceError):
             raise
         raise TraceError(
-            f"{folder / META}: expected are num_experts and num_experts_per_token."
+            f"{folder / META}: expected num_experts and num_experts_per_token."
         ) from None
     source.agree("experts", experts)
     source.agree("k", k)
@@ -58,7 +58,7 @@ def read(source: Source) -> Trace:
                     tensor = stored.get_slice(key)
                     if not match or tensor.get_shape() != [experts]:
                         raise TraceError(
-                            f"{path}: {seen(key)} has shape {tensor.get_shape()}: expected is "
+                            f"{path}: {seen(key)} has shape {tensor.get_shape()}: expected "
                             f"ITERATION_LAYER with [{experts}]."
                         )
                     place = int(match[1]), int(match[2])

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.traces.chunk import Chunk
+from paceline.traces.chunk import Chunk, id_dtype
 from paceline.traces.format import UNKNOWN, BatchIs, Header, Layer, TraceError
 from paceline.traces.importers.source import Source
 from paceline.traces.trace import CHUNK_TOKENS, Trace
@@ -76,8 +76,7 @@ def from_counts(
     if world_size > 1 and not shares:  # shares are what they are however often they were counted
         if (table % world_size).any():
             raise TraceError(
-                f"{where}: world_size={world_size} is not allowed: not every count is a multiple "
-                "of it."
+                f"{where}: world_size must divide every count, got world_size={world_size}."
             )
         table = table // world_size
         remarks.append(f"counts divided by world_size={world_size}")
@@ -165,14 +164,14 @@ def from_choices(
             f"{int(lost.sum())} rows of a layer name one expert {width} times or none: not "
             "captured, so they don't count in that layer"
         )
-    stored = np.empty((len(kept), *table.shape[1:]), dtype=id_dtype(experts))
+    stored = torch.empty((len(kept), *table.shape[1:]), dtype=id_dtype(experts))
     for index, layer in enumerate(kept):
         rows = table[layer]
         present = (rows >= 0) & ~empty[index][:, None]
         _check_repeats(rows, present, names[layer], where)
         if weights is not None:
             _check_weights(weights[layer], present, names[layer], where)
-        stored[index] = np.where(rows >= 0, rows, experts)
+        stored[index] = torch.from_numpy(np.where(rows >= 0, rows, experts).astype(np.int64))
     real = ~empty
     real = real[0] if (real == real[:1]).all() else real
     tensors: dict[str, Any] = {} if real.all() else {"valid": torch.from_numpy(real.copy())}
@@ -189,16 +188,52 @@ def from_choices(
     )  # fmt: skip
     whole = Chunk(
         starts=torch.from_numpy(np.asarray(starts, dtype=np.int64)),
-        ids=torch.from_numpy(stored),
+        ids=stored,
         **tensors,
     )
     chunks = tuple(_parts(whole))
     return Trace(header.model_copy(update={"chunks": len(chunks)}), chunks, where)
 
 
-def id_dtype(experts: int) -> npt.DTypeLike:
-    """Choose the smallest integers that hold every expert and `experts` itself, which is none."""
-    return np.uint8 if experts < 1 << 8 else np.int16 if experts < 1 << 15 else np.int32
+def from_requests(
+    source: Source,
+    parts: Sequence[Array],
+    *,
+    program: str,
+    experts: int,
+    phases: Sequence[Array] | None = None,
+    notes: Sequence[str] = (),
+) -> Trace:
+    """Make a trace of ids [tokens, layers, k] and phases [tokens] per request, each a batch.
+
+    Raises:
+        TraceError: if the arrays differ in layers or k, or as `from_choices` does.
+    """
+    if len(shapes := {part.shape[1:] for part in parts}) != 1:
+        raise TraceError(f"{source.where} has ids of several shapes [layers, k]: {shapes}.")
+    lengths = [len(part) for part in parts]
+    facts: dict[str, Array] = {"request": np.repeat(np.arange(len(parts)), lengths)}
+    if phases is not None:
+        facts["phase"] = np.concatenate(phases)
+    return from_choices(
+        source, np.concatenate(parts).swapaxes(0, 1), layer_names(range(parts[0].shape[1])),
+        program=program, experts=experts, starts=np.cumsum([0, *lengths]), batches="request",
+        facts=facts, notes=["logical ids before the engine's replication; no weights", *notes],
+    )  # fmt: skip
+
+
+def check_ids(array: Array, what: str) -> Array:
+    """Return ids [tokens, layers, k] as int64.
+
+    Raises:
+        TraceError: if the array has other axes, or holds no integers.
+    """
+    if array.ndim != 3 or array.dtype.kind not in "iu":
+        raise TraceError(
+            f"{what} has shape {list(array.shape)} and dtype {array.dtype}, expected ids [tokens, "
+            "layers, k]."
+        )
+    return array.astype(np.int64)
 
 
 def _width(table: Array, experts: int, where: str) -> int:
@@ -210,7 +245,7 @@ def _width(table: Array, experts: int, where: str) -> int:
     for wrong in (int(table.max()), int(table.min())):
         if not -1 <= wrong < experts:
             raise TraceError(
-                f"{where} names expert {wrong}: allowed is 0 to {experts - 1}, or -1 for none."
+                f"{where} names expert {wrong}: ids must be 0 to {experts - 1}, or -1 for none."
             )
     columns = np.flatnonzero(table.max((0, 1)) >= 0)
     if not columns.size:

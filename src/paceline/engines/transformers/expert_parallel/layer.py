@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.engines.rules import LayerRule, layer_rule
+from paceline.engines.rules import LayerRule, layer_rule, with_default_pool
 from paceline.engines.transformers.expert_parallel.implementation import ExpertParallel
 from paceline.engines.transformers.expert_parallel.routing import (
     decision_of,
@@ -67,10 +67,7 @@ class ParallelLayer(AttachedLayer):
 
     def applicable(self, policy: CapacityPolicy) -> CapacityPolicy:
         """Return the policy, by default with pool="source" where each rank has its own batch."""
-        own_batches = not self.parallel.shares_batch
-        if policy.caps and own_batches and "pool" not in policy.model_fields_set:
-            return policy.replace(pool="source")
-        return policy
+        return with_default_pool(policy, own_batches=not self.parallel.shares_batch)
 
     def agree(self, name: str, value: Any) -> None:
         """Check that a value is the same on all ranks.

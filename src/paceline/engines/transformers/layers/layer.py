@@ -26,7 +26,7 @@ from paceline.routing.route import assign
 from paceline.routing.stats import LoadAccumulator
 from paceline.stand_ins.calibration_file import LayerCalibration
 from paceline.stand_ins.compensation import Compensation
-from paceline.stand_ins.identity import LayerIdentity, of_experts, of_router
+from paceline.stand_ins.identity import LayerIdentity, expert_fingerprints, router_fingerprint
 
 RunExperts: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(hidden [..., hidden], ids [tokens, slots], weights [tokens, slots]) -> [..., hidden]; an id
@@ -86,8 +86,8 @@ class AttachedLayer:
     def identity(self) -> LayerIdentity:
         """Return the layer's sizes and the fingerprints of its weights."""
         own = self.own_experts
-        experts = of_experts(self.modules.experts, len(own))
-        router = of_router(self.modules.router)
+        experts = expert_fingerprints(self.modules.experts, len(own))
+        router = router_fingerprint(self.modules.router)
         known = dict(zip(own, experts, strict=True))
         return LayerIdentity(self.name, self.k, self.num_experts, router, known)
 
