@@ -179,6 +179,20 @@ def test_policy_is_applied_and_shadow_only_counts() -> None:
     assert "would drop" in shadow["verdict"][1]
 
 
+def test_several_policies_of_a_model_are_tried_on_its_own_choices() -> None:
+    policies = ("capacity_factor=1,min_expert_load=0", "capacity_factor=1,unit=expert")
+    result = run("loads", "demo", *RUN, "-p", policies[0], "-p", policies[1], "--json")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert (found["trace"], found["reference"]) == ("demo", "no cap")
+    assert list(found["plans"]) == ["no cap", *policies]
+    alone = json.loads(run("loads", "demo", *RUN, "-p", policies[0], "--json").stdout)
+    # the first layer has the same input with and without a cap
+    first = found["plans"][policies[0]]["layers"][0]
+    assert first["dropped"] == alone["layers"][0]["dropped"] > 0
+    assert found["plans"]["no cap"]["overall"]["gain"] == 1
+
+
 def test_loads_of_a_saved_model_with_uneven_devices(
     models: dict[str, Path], text: Path, tmp_path: Path
 ) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,6 +21,7 @@ from paceline.cli.output import (
     progress,
     run_facts,
 )
+from paceline.cli.record import record_batches
 from paceline.cli.sources import load, plan_files, plan_from_options, read_texts, read_trace
 from paceline.shipped import DEMO
 
@@ -78,10 +81,11 @@ def loads(
     """Show how uneven the expert loads of a model on your text, or of recorded traffic, are.
 
     Per layer: the busiest expert and device, how far above the mean they are, and how long an
-    average device waits. A model runs under --policy or --plan, and the table shows what they drop.
-    On a trace each --policy, --plan and --placement is tried on the same batches, and the table
-    shows what each drops and gains. Gains are bounds from the loads: nothing is timed, and a trace
-    can't tell what a drop does to quality.
+    average device waits. A model runs under one --policy or --plan, and the table shows what it
+    drops. On a trace each --policy, --plan and --placement is tried on the same batches, and the
+    table shows what each drops and gains; several for a model are tried on a recording of its own
+    choices. Gains are bounds from the loads: nothing is timed, and a trace can't tell what a drop
+    does to quality.
 
     --html writes a page that only you can read. The page of a trace has every cap behind a slider,
     a placement that is searched on the first half of the batches and judged on the second (with
@@ -92,6 +96,7 @@ def loads(
     Examples:
       paceline loads demo
       paceline loads demo --text german --policy capacity_factor=1.25
+      paceline loads demo --policy capacity_factor=1.25 --policy capacity_factor=1,unit=expert
       paceline loads ./my-moe --text prompts.txt --devices 8 --html loads.html
       paceline loads sample:esft_v2lite_law --batch-tokens 1024
       paceline loads sample:esft_v2lite_law --policy capacity_factor=1.0 --policy max_active=3
@@ -99,7 +104,7 @@ def loads(
       paceline loads response.json --model-config config.json
       paceline loads plan.json --html page.html
     """
-    from paceline.traces import is_trace
+    from paceline.traces import is_trace, open_trace
 
     check_at_least(1, devices=devices)
     check_writable(html)
@@ -119,8 +124,20 @@ def loads(
         )  # fmt: skip
         from paceline.analysis.observe import observe_loads
         from paceline.analysis.verdict import model_verdict
-        from paceline.batches import Sampling
+        from paceline.batches import Sampling, make_batches, run_batch
 
+        if any(len(each) > 1 for each in (policies, plans, placements)):
+            _refuse("one policy of a model, not several", shadow=shadow, html=html)
+            cases = trace_loads.cases(policies, plans, placements, devices)
+            texts = read_texts(text or [], source)
+            network, tokenizer = load(source, dtype.value, trust_remote_code)
+            sampling = Sampling(tokens, batch_size, sequence_length, mix)
+            batches, _ = make_batches(tokenizer, texts, sampling)
+            with TemporaryDirectory() as folder:
+                recorded = Path(folder) / "trace"
+                record_batches(network, source, batches, run_batch, recorded, "scores")
+                trace = replace(open_trace(recorded), where=source)
+                return trace_loads.compare(trace, cases, None, None, json)
         chosen = _shadowed(_one_plan(devices, policies, plans, placements), shadow)
         sampling = Sampling(tokens, batch_size, sequence_length, mix)
         texts = read_texts(text or [], source)
@@ -166,7 +183,7 @@ def _refuse(kind: str, **options: Any) -> None:
 def _one_plan(
     devices: int | None, policies: Sequence[str], plans: Sequence[Path], placements: Sequence[Path]
 ) -> Plan:
-    """Return the only plan that options name, for a model or a page.
+    """Return the only plan that options name, for one run of a model or a page.
 
     Raises:
         ValueError: if they name several, or contradict each other.
@@ -176,8 +193,8 @@ def _one_plan(
     for name, values in (("policy", policies), ("plan", plans), ("placement", placements)):
         if len(values) > 1:
             raise ValueError(
-                f"--{name} must be given once for a model or a page, got {len(values)}: a table of "
-                "a trace compares several."
+                f"--{name} must be given once for a page, got {len(values)}: without --html a "
+                "table compares several."
             )
     plan = next(iter(plans), None)
     chosen = plan_from_options(devices, next(iter(placements), None), plan)

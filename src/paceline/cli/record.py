@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from paceline.cli import options
 from paceline.cli.output import check_at_least, emit, guarded, progress
 from paceline.cli.sources import load, read_prompts, read_texts
+
+if TYPE_CHECKING:
+    from paceline.batches import Batch
 
 
 @guarded
@@ -51,43 +54,32 @@ def record(
     questions = None if prompts is None else read_prompts(prompts)
     texts = None if questions is not None else read_texts(text or [], model)
 
-    import torch
-
     from paceline.batches import Sampling, make_batches, padding_token, prompt_batches, run_batch
-    from paceline.engines.transformers import attach
-    from paceline.traces.record import Recorder
 
     network, tokenizer = load(model, dtype.value, trust_remote_code)
+
+    def answer(network: Any, batch: Batch) -> None:
+        network.generate(
+            batch.ids.to(network.device),
+            attention_mask=batch.given["attention_mask"].to(network.device),
+            pad_token_id=padding_token(tokenizer),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+        )
+
     if texts is not None:
         sampling = Sampling(tokens, batch_size, sequence_length, mix)
         batches, _ = make_batches(tokenizer, texts, sampling)
     else:
         batches = prompt_batches(tokenizer, questions or [], batch_size)
-    with (
-        attach(network) as pace,
-        Recorder(pace, out, content.value, model=model) as recorder,
-        progress() as tell,
-        torch.no_grad(),
-    ):
-        for done, batch in enumerate(batches, start=1):
-            if texts is not None:
-                run_batch(network, batch)
-            else:
-                network.generate(
-                    batch.ids.to(network.device),
-                    attention_mask=batch.given["attention_mask"].to(network.device),
-                    pad_token_id=padding_token(tokenizer),
-                    max_new_tokens=max_new_tokens,
-                    do_sample=False,
-                )
-            recorder.next_requests()
-            tell(done, len(batches), f"{recorder.forwards} forwards")
+    run = run_batch if texts is not None else answer
+    layers, forwards = record_batches(network, model, batches, run, out, content.value)
     result = {
         "trace": str(out),
         "model": model,
         "content": content.value,
-        "layers": len(pace.layers),
-        "forwards": recorder.forwards,
+        "layers": layers,
+        "forwards": forwards,
     }
     emit(result, json, _show)
 
@@ -96,3 +88,34 @@ def _show(result: Mapping[str, Any]) -> None:
     typer.echo(
         f"{result['forwards']} forwards of {result['layers']} layers are in {result['trace']}."
     )
+
+
+def record_batches(
+    network: Any,
+    name: str,
+    batches: Sequence[Batch],
+    run: Callable[[Any, Batch], None],
+    out: Path,
+    content: Literal["counts", "choices", "scores"],
+) -> tuple[int, int]:
+    """Record a model's routers while it runs batches, in a new trace.
+
+    Returns:
+        The numbers of layers and forwards.
+    """
+    import torch
+
+    from paceline.engines.transformers import attach
+    from paceline.traces.record import Recorder
+
+    with (
+        attach(network) as pace,
+        Recorder(pace, out, content, model=name) as recorder,
+        progress() as tell,
+        torch.no_grad(),
+    ):
+        for done, batch in enumerate(batches, start=1):
+            run(network, batch)
+            recorder.next_requests()
+            tell(done, len(batches), f"{recorder.forwards} forwards")
+    return len(pace.layers), recorder.forwards
