@@ -39,7 +39,7 @@ TEXTS = {"a": "the quick brown fox " * 16, "b": "0123456789 over " * 16, "c": "l
 SAMPLING = Sampling(tokens=720, batch_size=3, sequence_length=24)
 
 
-@pytest.fixture(scope="module", params=["mixtral", "gpt_oss"])
+@pytest.fixture(scope="module", params=["mixtral", pytest.param("gpt_oss", marks=pytest.mark.full)])
 def found(request: pytest.FixtureRequest) -> tuple[Any, Calibration]:
     model = model_of(request.param)
     before = fingerprint(model)

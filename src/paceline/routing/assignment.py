@@ -10,10 +10,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from paceline.routing.cached import lazy, table
 from paceline.routing.inputs import RoutingInputs
 from paceline.routing.limits import INT64_MAX, Budget
 from paceline.routing.pools import TokenPools
+from paceline.routing.tensors import lazy, table
 
 Array = npt.NDArray[Any]
 
@@ -286,10 +286,8 @@ def count_on_host(assignment: Assignment) -> ForwardCounts:
     experts, inputs = assignment.num_experts, assignment.budget.inputs
     ids, valid = inputs.topk_ids.numpy(), inputs.valid
     offered = (ids >= 0) & (ids < experts)
-    tokens = len(ids)
     if valid is not None:
         offered &= valid.numpy()[:, None]
-        tokens = int(np.count_nonzero(valid.numpy()))
     ids = np.where(offered, ids, experts)
     before = np.bincount(ids.ravel(), minlength=experts + 1)[:experts]
     bounded = assignment.bounded_ids.numpy()
@@ -308,6 +306,7 @@ def count_on_host(assignment: Assignment) -> ForwardCounts:
     left = whole
     if survivors < assignments:
         left = float(np.where(kept, mass, 0).sum(dtype=np.float64))
+    tokens = assignment.budget.valid_tokens_on_host
     limited, capped = _limited_by(assignment, tokens)
     extras = int(after.sum()) - survivors
     dropped = assignments - survivors

@@ -11,10 +11,10 @@ from torch import Tensor
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing.assignment import Candidates, topk_candidates
-from paceline.routing.cached import table
 from paceline.routing.inputs import RoutingInputs
 from paceline.routing.keys import KEY_BITS, descending_key
 from paceline.routing.pools import token_devices
+from paceline.routing.tensors import table
 
 
 def expanded_candidates(

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy, Unit
-from paceline.routing.cached import lazy, table
 from paceline.routing.inputs import RoutingInputs, static
 from paceline.routing.pools import TokenPools, token_pools
+from paceline.routing.tensors import array_of, lazy, table
 
 INT64_MAX = torch.iinfo(torch.int64).max
 """Capacity of a pool without a cap."""
@@ -201,6 +201,12 @@ class Budget:
         """The tokens that share one budget."""
         pool = self.policy.pool if self.policy.caps else "batch"
         return token_pools(self.inputs, pool, self.placement.num_devices)
+
+    @property
+    def valid_tokens_on_host(self) -> int:
+        """Number of valid tokens, for tensors on the CPU."""
+        valid = self.inputs.valid
+        return self.rows if valid is None else int(np.count_nonzero(array_of(valid)))
 
     @property
     def tokens_needed(self) -> int:

@@ -13,9 +13,9 @@ from paceline.routing.active import WEIGHT_LIMIT, hosts_of, weight_unit
 from paceline.routing.assignment import Candidates, Survivors
 from paceline.routing.backends import plain
 from paceline.routing.backends import triton_kernels as kernels
-from paceline.routing.cached import table
 from paceline.routing.limits import MAX_TOKENS, Budget, Units, capacity_ratio, split_ratio
 from paceline.routing.ranking import metric, priority_key
+from paceline.routing.tensors import table
 
 expanded, on_host = plain.expanded, False
 

@@ -21,16 +21,13 @@ from paceline.routing.backends import plain
 from paceline.routing.backends.native_experts import (
     NO_FLAGS,
     NO_NUMBERS,
-    Array,
-    array_of,
-    bits_of,
     compiled,
     expanded,
     limit_active,
-    valid_tokens,
 )  # fmt: skip
 from paceline.routing.limits import Budget, capacities_on_host
 from paceline.routing.ranking import BY_EXPERT, KEYS, metric, priority_key
+from paceline.routing.tensors import Array, array_of, bits_of
 
 __all__ = ["expanded", "keep_best", "limit_active", "on_host"]
 
@@ -79,7 +76,7 @@ def _capacity_of_batch(budget: Budget, fill: bool) -> Array:
     """Return [1, units] capacities of one pool; with fill [2, units], the second for extras."""
     inputs, policy = budget.inputs, budget.policy
     valid = None if inputs.valid is None else array_of(inputs.valid)
-    tokens = valid_tokens(budget)
+    tokens = budget.valid_tokens_on_host
     capped = tokens >= budget.tokens_needed
     if capped and policy.phase == "prefill" and inputs.token_decode is not None:
         prompt = ~array_of(inputs.token_decode)

@@ -9,9 +9,7 @@ from typing import Any
 
 import numba
 import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from paceline.placement import ExpertPlacement
 from paceline.routing.active import WEIGHT_LIMIT, Hosts, hosts_of, weight_unit
@@ -19,8 +17,7 @@ from paceline.routing.assignment import Candidates, Survivors
 from paceline.routing.backends import plain
 from paceline.routing.limits import Budget
 from paceline.routing.pools import token_devices
-
-Array = npt.NDArray[Any]
+from paceline.routing.tensors import Array, array_of, bits_of
 
 NO_FLAGS, NO_NUMBERS = np.zeros(0, np.bool_), np.zeros(0, np.int64)
 """Optional arrays that are absent."""
@@ -87,7 +84,7 @@ def limit_active(budget: Budget, candidates: Candidates) -> Survivors | None:
     """See `Backend`."""
     most, inputs, experts = budget.policy.max_active, budget.inputs, budget.num_experts
     assert most is not None
-    if valid_tokens(budget) >= budget.tokens_needed:
+    if budget.valid_tokens_on_host >= budget.tokens_needed:
         return None
     pool, pools = NO_NUMBERS, 1
     if budget.policy.pool != "batch":
@@ -234,25 +231,3 @@ def _extend(
                 all_ids[t, k + place[a]] = expert[a]
                 extra = np.float64(score[a]) * weight_sum / score_sum
                 extra_weights[t, place[a]] = np.float32(extra)
-
-
-def valid_tokens(budget: Budget) -> int:
-    """Count the valid tokens of the forward."""
-    valid = budget.inputs.valid
-    return budget.rows if valid is None else int(np.count_nonzero(array_of(valid)))
-
-
-_BITS: dict[int, npt.DTypeLike] = {2: np.int16, 4: np.int32, 8: np.int64}
-
-
-def bits_of(weights: Tensor) -> Array:
-    """Return the memory of weights as integers: they are moved only, and numpy has no bfloat16."""
-    size = weights.element_size()
-    array: Array = array_of(weights if size > 2 else weights.view(torch.int16)).view(_BITS[size])
-    return array
-
-
-def array_of(tensor: Tensor) -> Array:
-    """Return the tensor's own memory, in C order."""
-    array: Array = tensor.detach().contiguous().numpy() if tensor.requires_grad else tensor.numpy()
-    return array if array.flags.c_contiguous else np.ascontiguousarray(array)

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from paceline.routing.active import WEIGHT_LIMIT, hosts_of, weight_unit
 from paceline.routing.assignment import Candidates, Survivors, unit_groups
-from paceline.routing.cached import table
 from paceline.routing.expansion import expanded_candidates
 from paceline.routing.keys import KEY_BITS
 from paceline.routing.limits import INT64_MAX, Budget
 from paceline.routing.pools import position_in_run
 from paceline.routing.ranking import PRIORITY_BITS, priority_key, ranking_key
+from paceline.routing.tensors import table
 
 on_host = False
 

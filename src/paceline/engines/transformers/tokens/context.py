@@ -28,7 +28,7 @@ from paceline.engines.transformers.tokens.modality import (
     tower_modality,
 )
 from paceline.facts import Facts
-from paceline.routing.cached import lazy
+from paceline.routing.tensors import lazy
 
 
 class ForwardContext:

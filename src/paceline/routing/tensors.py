@@ -1,4 +1,4 @@
-"""Values computed once: attributes on first access, and small tables kept on a device."""
+"""Helpers for tensors: attributes computed once, tables kept on a device, NumPy views."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Generic, TypeVar, overload
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+Array = npt.NDArray[Any]
 
 Value = TypeVar("Value")
 
@@ -53,3 +57,19 @@ def table(rows: tuple[Any, ...], like: Tensor) -> Tensor:
 @lru_cache(maxsize=1024)
 def _on_device(rows: tuple[Any, ...], device: torch.device) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+_BITS: dict[int, npt.DTypeLike] = {2: np.int16, 4: np.int32, 8: np.int64}
+
+
+def bits_of(weights: Tensor) -> Array:
+    """Return the memory of weights as integers: they are moved only, and numpy has no bfloat16."""
+    size = weights.element_size()
+    array: Array = array_of(weights if size > 2 else weights.view(torch.int16)).view(_BITS[size])
+    return array
+
+
+def array_of(tensor: Tensor) -> Array:
+    """Return the tensor's own memory, in C order."""
+    array: Array = tensor.detach().contiguous().numpy() if tensor.requires_grad else tensor.numpy()
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
