@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from paceline.routing.inputs import RoutingInputs
 from paceline.routing.limits import INT64_MAX, Budget
 from paceline.routing.pools import TokenPools
-from paceline.routing.tensors import lazy, table
-
-Array = npt.NDArray[Any]
+from paceline.routing.tensors import Array, lazy, table
 
 
 class Candidates:
