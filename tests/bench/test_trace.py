@@ -74,7 +74,7 @@ def bad_files() -> dict[str, tuple[dict[str, Any], str]]:
     dense = np.zeros_like(ids)
     return {
         "no ids": ({"ids": ids}, "holds no weights"),
-        "pickled": ({"topk_ids": np.array([{}]), "topk_weights": weights}, "expected are numbers"),
+        "pickled": ({"topk_ids": np.array([{}]), "topk_weights": weights}, "expected numbers"),
         "two dimensions": (
             {"topk_ids": ids[0], "topk_weights": weights[0]},
             r"\[layers, tokens, k\]",
@@ -84,11 +84,14 @@ def bad_files() -> dict[str, tuple[dict[str, Any], str]]:
         "fewer weights": ({"topk_ids": ids, "topk_weights": weights[:, 1:]}, "of shape"),
         "float ids": (
             {"topk_ids": ids * 1.0, "topk_weights": weights},
-            "topk_ids are float64",
+            "topk_ids must be integers, got float64",
         ),
-        "bool ids": ({"topk_ids": ids > 3, "topk_weights": weights}, "topk_ids are bool"),
+        "bool ids": (
+            {"topk_ids": ids > 3, "topk_weights": weights},
+            "topk_ids must be integers, got bool",
+        ),
         "whole weights": ({"topk_ids": ids, "topk_weights": ids}, "are no floats"),
-        "complex": ({"topk_ids": ids, "topk_weights": weights * 1j}, "expected are numbers"),
+        "complex": ({"topk_ids": ids, "topk_weights": weights * 1j}, "expected numbers"),
         "unknown expert": ({"topk_ids": unknown, "topk_weights": weights}, "expert 8"),
         "huge": (
             {"topk_ids": ids.astype(np.uint64) + 2**63, "topk_weights": weights},
@@ -96,7 +99,7 @@ def bad_files() -> dict[str, tuple[dict[str, Any], str]]:
         ),
         "below -1": (
             {"topk_ids": deep, "topk_weights": weights},
-            "expert -2: allowed is 0 to 7, or -1",
+            "expert -2: ids must be 0 to 7, or -1",
         ),
         "another k": ({"topk_ids": ids[..., :1], "topk_weights": weights[..., :1]}, "k=1"),
         "dense layer": ({"topk_ids": dense, "topk_weights": weights}, "nothing was captured"),

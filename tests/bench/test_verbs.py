@@ -83,7 +83,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "bad policy": ([*LAYER, "-p", "speed=9"], "got speed"),
     "batch": ([*LAYER, "--batch", "x"], "own or shared"),
     "no trace": ([*LAYER, "--trace", "{tmp}/none.npz"], "there is no trace"),
-    "a folder": ([*LAYER, "--trace", "{tmp}"], "holds no trace that is known"),
+    "a folder": ([*LAYER, "--trace", "{tmp}"], "holds no known trace"),
     "no plan": ([*LAYER, "--placement", "{tmp}/none.toml"], "can't be read"),
     "no placement": ([*LAYER, "--placement", "{capped}"], "names no placement"),
     "placed twice": ([*LAYER, "--placement", "{placed}", "--devices", "3"], "give one of them"),

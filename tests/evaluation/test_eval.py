@@ -93,6 +93,8 @@ def test_text_figures_are_what_experts_and_logits_say(
     change = row["perplexity_change"]
     assert change["mean"] == pytest.approx(sum(ratios) / 2, rel=1e-4)
     assert change["by_domain"]["german"] == pytest.approx(ratios[1], rel=1e-4)
+    german = math.exp(losses_of["german"][policy].sum() / (4 * 63))
+    assert row["perplexity"]["german"] == pytest.approx(german, rel=1e-4)
     over_texts = abs(ratios[0] - ratios[1]) / 2  # of two values
     assert change["standard_error_over_texts"] == pytest.approx(over_texts, rel=1e-3)
     assert row["dropped_share"] == pytest.approx(sum(shares) / 2)

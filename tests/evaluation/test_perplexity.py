@@ -56,21 +56,6 @@ def test_losses_equal_a_plain_numpy_computation() -> None:
     assert sequence_losses(logits, ids) == pytest.approx(expected, rel=1e-6)
 
 
-def test_perplexity_of_the_demo_model_equals_the_models_own_loss() -> None:
-    from paceline.demo.assets import domains, load_model, read_text
-
-    model, tokenizer = load_model()
-    name = domains()[0]
-    ids = tokenizer(read_text(name)[:4000], add_special_tokens=False)["input_ids"]
-    batch = separate([cut(name, ids, 64, limit=4)], 4)[0]
-    losses = Losses()
-    losses.add(batch, batch_losses(model, batch))
-    with torch.no_grad():
-        own = float(model(input_ids=batch.ids, labels=batch.ids).loss)  # mean over 4 x 63 tokens
-    assert losses.predicted_tokens() == 4 * 63
-    assert losses.perplexity()[name] == pytest.approx(math.exp(own), rel=1e-5)
-
-
 def test_change_is_paired_and_averages_the_ratios_of_the_texts() -> None:
     base = Losses({"a": [2.0, 4.0], "b": [3.0, 3.0]}, {"a": [2, 2], "b": [3, 3]})
     other = Losses({"a": [2.4, 4.4], "b": [3.0, 3.6]}, {"a": [2, 2], "b": [3, 3]})
@@ -81,13 +66,13 @@ def test_change_is_paired_and_averages_the_ratios_of_the_texts() -> None:
     # Differences a token: a 0.2, 0.2 (no spread), b 0 and 0.2 (standard error 0.1).
     assert result.standard_error == pytest.approx(math.exp(0.1) * 0.1 / 2)
     assert change(base, base).mean == 0
-    with pytest.raises(ValueError, match="same sequences"):
-        change(base, Losses({"a": [1.0]}, {"a": [2]}))
-
-
-def test_one_sequence_has_no_standard_error() -> None:
     one = Losses({"a": [2.0]}, {"a": [2]})
     assert change(one, one).standard_error is None
+    assert change(one, one).standard_error_over_texts is None
+    assert base.perplexity()["a"] == pytest.approx(math.exp(6 / 4))
+    assert base.predicted_tokens() == 10
+    with pytest.raises(ValueError, match="same sequences"):
+        change(base, Losses({"a": [1.0]}, {"a": [2]}))
 
 
 def test_losses_are_of_ids_alone() -> None:

@@ -9,7 +9,7 @@ that concerns experts and fits none of these is refused, never left as it was.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,10 +44,10 @@ class ExpertLayer:
     tensors: Mapping[str, Kind]
 
 
-def renamed(name: str, place_of: Mapping[int, int]) -> str:
+def renamed(name: str, place_of: Sequence[int]) -> str:
     """Return the name of a numbered expert's tensor once expert e is number `place_of[e]`.
 
-    >>> renamed("layers.0.mlp.experts.1.up_proj.weight", {0: 1, 1: 0})
+    >>> renamed("layers.0.mlp.experts.1.up_proj.weight", [1, 0])
     'layers.0.mlp.experts.0.up_proj.weight'
     """
     found = _NUMBERED.fullmatch(name)

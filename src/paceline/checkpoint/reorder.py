@@ -108,15 +108,21 @@ def reorder(
     ...     print((Path(parent) / "turned" / ORDER_FILE).is_file())
     True
     """
-    orders = _orders(checkpoint, maps)
+    layers = checkpoint.layers()
+    if len(maps) not in (1, len(layers)):
+        raise ValueError(
+            f"the plan places the experts of {len(maps)} layers, the checkpoint has {len(layers)} "
+            "layers with experts."
+        )
+    map_of = list(zip(layers, maps if len(maps) > 1 else [*maps] * len(layers), strict=True))
+    orders = _orders(checkpoint, map_of)
     if out.exists():
         raise ValueError(f"{out} exists: a checkpoint is written into a new folder.")
     if not out.absolute().parent.is_dir():
         raise ValueError(f"{out} can't be made: there is no folder {out.parent}.")
-    place_of = {name: _inverse(order) for name, (order, _) in orders.items()}
     new_name = {
-        name: renamed(name, dict(enumerate(place_of[name].tolist()))) if kind == "rename" else name
-        for name, (_, kind) in orders.items()
+        name: renamed(name, order.argsort().tolist()) if kind == "rename" else name
+        for name, (order, kind) in orders.items()
     }
     made = Path(tempfile.mkdtemp(dir=out.absolute().parent, prefix=f".{out.name}."))
     try:
@@ -131,7 +137,9 @@ def reorder(
             if progress is not None:
                 progress(done, len(checkpoint.shards), shard)
         _copy_beside(checkpoint, made, new_name)
-        _write_order(checkpoint, maps, made)
+        slots = {layer.name: list(planned.slots) for layer, planned in map_of}
+        content = {"version": 1, "original_expert_of_place": slots}  # for tools that count experts
+        (made / ORDER_FILE).write_text(json.dumps(content) + "\n", encoding="utf-8")
         if plan is not None:
             reordered_plan(plan, maps).save(made / "plan.toml")
         if check is not None:
@@ -143,19 +151,14 @@ def reorder(
         raise
 
 
-def _orders(checkpoint: Checkpoint, maps: Sequence[ExpertMap]) -> dict[str, tuple[Tensor, Kind]]:
+def _orders(
+    checkpoint: Checkpoint, map_of: Sequence[tuple[ExpertLayer, ExpertMap]]
+) -> dict[str, tuple[Tensor, Kind]]:
     """Return tensor name -> (old expert of every place, kind), where the order changes."""
     _check_config(checkpoint)
-    layers, groups = checkpoint.layers(), checkpoint.config.expert_groups
-    if len(maps) not in (1, len(layers)):
-        raise ValueError(
-            f"the plan places the experts of {len(maps)} layers, the checkpoint has {len(layers)} "
-            "layers with experts."
-        )
     out: dict[str, tuple[Tensor, Kind]] = {}
-    for index, layer in enumerate(layers):
-        planned = maps[index if len(maps) > 1 else 0]
-        _check_map(layer, planned, groups)
+    for layer, planned in map_of:
+        _check_map(layer, planned, checkpoint.config.expert_groups)
         if planned.slots == tuple(range(layer.num_experts)):
             continue
         order = torch.tensor(planned.slots)
@@ -205,7 +208,7 @@ def _moved(tensor: Tensor, change: tuple[Tensor, Kind] | None) -> Tensor:
         return tensor
     order, kind = change
     if kind == "values":
-        return _mapped_ids(tensor, _inverse(order))
+        return _mapped_ids(tensor, order.argsort())
     if tensor.element_size() == 1 and tensor.dtype is not torch.uint8:  # FP8 can't be indexed
         return _moved(tensor.view(torch.uint8), change).view(tensor.dtype)
     if kind == "columns":
@@ -222,11 +225,6 @@ def _mapped_ids(ids: Tensor, place_of: Tensor) -> Tensor:
     inside = (ids >= 0) & (ids < len(place_of))
     safe = torch.where(inside, ids, torch.zeros_like(ids)).long()
     return torch.where(inside, place_of[safe].to(ids.dtype), ids)
-
-
-def _inverse(order: Tensor) -> Tensor:
-    """Return the new place of every old expert, [experts]."""
-    return order.argsort()
 
 
 def _copy_beside(checkpoint: Checkpoint, made: Path, new_name: Mapping[str, str]) -> None:
@@ -247,11 +245,3 @@ def _copy_beside(checkpoint: Checkpoint, made: Path, new_name: Mapping[str, str]
             (made / file.name).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         elif file.suffix not in (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"):
             shutil.copyfile(file, made / file.name)
-
-
-def _write_order(checkpoint: Checkpoint, maps: Sequence[ExpertMap], made: Path) -> None:
-    """Write which expert of the original each place holds, for tools that count experts."""
-    layers = [layer.name for layer in checkpoint.layers()]
-    orders = [list(maps[i if len(maps) > 1 else 0].slots) for i in range(len(layers))]
-    content = {"version": 1, "original_expert_of_place": dict(zip(layers, orders, strict=True))}
-    (made / ORDER_FILE).write_text(json.dumps(content) + "\n", encoding="utf-8")

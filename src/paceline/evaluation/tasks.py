@@ -197,27 +197,26 @@ def _rows(by_policy: Mapping[str, _TaskRun], alone: Mapping[str, _TaskRun] | Non
 class _Steps:
     """Progress of several runs over the same tasks, in requests."""
 
-    def __init__(self, runs: int, chosen: Chosen, tell: Progress | None) -> None:
-        self._runs, self._chosen, self._tell = runs, chosen, tell
-        self._run, self._done, self._what = -1, 0, ""
+    def __init__(self, runs: int, chosen: Chosen, progress: Progress | None) -> None:
+        self._runs, self._chosen, self._progress = runs, chosen, progress
+        self._run, self._done, self._words = -1, 0, ""
 
-    def start(self, what: str) -> None:
-        """Begin the next run."""
-        self._run, self._done, self._what = self._run + 1, 0, what
+    def start(self, words: str) -> None:
+        """Start the next run."""
+        self._run, self._done, self._words = self._run + 1, 0, words
 
     def add(self, requests: int) -> None:
         """Add requests that have been answered."""
-        if self._tell is None:
-            return
-        total = self._total()
-        self._done = min(self._done + requests, total - 1)  # a long text is several
-        self._tell(self._run * total + self._done, self._runs * total, self._what)
+        self._show(min(self._done + requests, self._total() - 1))  # a long text is several
 
     def end(self) -> None:
         """End the run."""
-        if self._tell is not None:
-            total = self._total()
-            self._tell((self._run + 1) * total, self._runs * total, self._what)
+        self._show(self._total())
+
+    def _show(self, done: int) -> None:
+        self._done, total = done, self._total()
+        if self._progress is not None:
+            self._progress(self._run * total + done, self._runs * total, self._words)
 
     def _total(self) -> int:
         """Count the requests of one run."""

@@ -1,4 +1,4 @@
-"""Routing that says nothing is named; that of trained models on text is not."""
+"""Detection of routing unlike real traffic: degenerate routing is named, that of text is not."""
 
 from __future__ import annotations
 
