@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
+from paceline.evaluation.results import Form, Sweep, read_sweep
 from paceline.shipped import CALIBRATION_FOLDER, DECODE_FILE, MODEL_FOLDER, SWEEP_FILE, TEXT_FOLDER
 
 if TYPE_CHECKING:
     from paceline.batches import Sequences
-    from paceline.evaluation.results import Sweep
     from paceline.stand_ins.calibration_file import Calibration
+
+
+class DecodePoint(Form):
+    """Cost of one max_active on one batch size; `read` is experts read by the busiest device."""
+
+    batch: int
+    max_active: int
+    stand_ins: bool
+    placed: bool
+    read_before: float
+    read: float
+    change: float
+    standard_error: float
+
+
+class DecodeCosts(Form):
+    """Cost of reading fewer experts in decode, as decode.json has it."""
+
+    model: str
+    devices: int
+    rank: int
+    prompt: int
+    decoded: int
+    sequences_a_text: int
+    texts: int
+    experts_a_device: int
+    points: list[DecodePoint]
 
 
 def domains() -> list[str]:
@@ -49,20 +75,17 @@ def shipped_sweep() -> Sweep | None:
     Made by `python benchmarks/quality.py sweep`: stand-ins are calibrated on the first half of each
     text, figures are of the second.
     """
-    from paceline.evaluation.results import read_sweep
-
     return read_sweep(SWEEP_FILE) if SWEEP_FILE.is_file() else None
 
 
-def shipped_decode() -> dict[str, Any] | None:
+def shipped_decode() -> DecodeCosts | None:
     """Read the cost of reading fewer experts in decode; None where it is missing.
 
     Made by `benchmarks/active_experts.py --ship`.
     """
     if not DECODE_FILE.is_file():
         return None
-    result: dict[str, Any] = json.loads(DECODE_FILE.read_text(encoding="utf-8"))
-    return result
+    return DecodeCosts.model_validate_json(DECODE_FILE.read_text(encoding="utf-8"))
 
 
 def load_model() -> tuple[Any, Any]:

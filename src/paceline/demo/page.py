@@ -62,8 +62,9 @@ def write_demo(
 
 def demo_page(result: DemoResult) -> str:
     """Render the HTML page of a demo run."""
-    sweep, decoded = shipped_sweep(), shipped_decode()
-    swept = None if sweep is None else sweep.to_dict()
+    swept, decoded = (
+        None if found is None else found.to_dict() for found in (shipped_sweep(), shipped_decode())
+    )
     shipped = {"sweep": sweep_figure(swept)} if swept else {}
     shipped |= {"decode": decode_figure(decoded)} if decoded else {}
     return render(

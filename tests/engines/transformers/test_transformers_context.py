@@ -351,7 +351,7 @@ def test_statistics_go_in_and_out_of_inference_mode_and_keep_no_graph() -> None:
             logits = model(**given).logits  # with gradients, as scripts do that forget no_grad
             assert logits.requires_grad
             assert [s.forwards for s in pace.stats().layers] == [2] * 3
-            assert not pace._layers[0].loads._sums.requires_grad
+            assert not pace._layers[0].loads._mass.requires_grad
 
 
 def test_idle_decode_steps_cost_next_to_nothing() -> None:

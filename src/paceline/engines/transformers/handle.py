@@ -97,25 +97,21 @@ class Pace:
 
     def set_policies(self, policies: Sequence[CapacityPolicy]) -> None:
         """Put policies in force, one per layer; see `policy`."""
+        labelled = self._state.labels.modality is not None
+        modalities = ALL_MODALITIES if labelled else known_modalities(self._model)
         with self._state.changing:
-            self._change_policies(policies)
-
-    def _change_policies(self, policies: Sequence[CapacityPolicy]) -> None:
-        pairs = list(zip(self._layers, policies, strict=True))
-        pairs = [(layer, layer.applicable(policy)) for layer, policy in pairs]
-        self._layers[0].agree("policy", [str(policy) for _, policy in pairs])
-        modalities = ALL_MODALITIES
-        if self._state.labels.modality is None:
-            modalities = known_modalities(self._model)
-        for layer, policy in pairs:
-            check_policy(policy, layer.traits(modalities))
-        rules = [layer.rule(policy) for layer, policy in pairs]
-        for layer, rule in zip(self._layers, rules, strict=True):
-            on_cpu = layer.modules.device.type == "cpu"
-            layer.loads.min_expert_load = rule.min_expert_load[on_cpu] if rule.routes else None
-        self._warned = False
-        self._observe_routers([rule.needs_scores for rule in rules])
-        self._state.set_rules(rules)
+            pairs = list(zip(self._layers, policies, strict=True))
+            pairs = [(layer, layer.applicable(policy)) for layer, policy in pairs]
+            self._layers[0].agree("policy", [str(policy) for _, policy in pairs])
+            for layer, policy in pairs:
+                check_policy(policy, layer.traits(modalities))
+            rules = [layer.rule(policy) for layer, policy in pairs]
+            for layer, rule in zip(self._layers, rules, strict=True):
+                on_cpu = layer.modules.device.type == "cpu"
+                layer.loads.min_expert_load = rule.min_expert_load[on_cpu] if rule.routes else None
+            self._warned = False
+            self._observe_routers([rule.needs_scores for rule in rules])
+            self._state.set_rules(rules)
 
     def _observe_routers(self, scored: Sequence[bool]) -> None:
         """Observe routers, before every forward, where a policy or a watcher needs scores.

@@ -138,7 +138,7 @@ def agreed_labels(
         return labels
     if labels.source is not None:
         raise ValueError(
-            "token_source is not allowed where every rank has a batch of its own: a token lives on "
+            "token_source must be None where every rank has a batch of its own: a token lives on "
             "its rank."
         )
     return replace(labels, source=_OnRank(parallel.group.rank))

@@ -115,11 +115,7 @@ class AttachedLayer:
         """Check that a value is the same on all ranks."""
 
     def traits(self, modalities: Collection[str] = ALL_MODALITIES) -> LayerTraits:
-        """Return the properties on which the choice of a policy depends.
-
-        Args:
-            modalities: that the model or the user can tell apart.
-        """
+        """Return the properties on which the choice of a policy depends."""
         return LayerTraits(
             name=self.name,
             k=self.k,

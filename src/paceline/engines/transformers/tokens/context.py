@@ -322,12 +322,7 @@ class ForwardContext:
     # -- layers that see other rows ---------------------------------------------------------------
 
     def rows_of(self, per_token: Tensor | None, rows: int, layer: str) -> Any:
-        """Return values [batch * length] of the rows that a layer sees.
-
-        Args:
-            per_token: [batch * length] values, or None.
-            rows: that the layer sees.
-            layer: its name.
+        """Return values [batch * length] of the rows that a layer sees, [rows].
 
         Raises:
             RuntimeError: if the layer sees other rows, and which ones is unknown.

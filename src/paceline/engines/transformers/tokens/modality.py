@@ -88,9 +88,8 @@ def read_modality(
 def tower_modality(arguments: dict[str, Any], around: dict[str, Any]) -> str | None:
     """Return the modality that a tower's forward reads, None if it isn't a tower's.
 
-    Args:
-        arguments: of the forward, by name.
-        around: of the model's forward: a tower that reads images may be given videos as such.
+    `around` are the arguments of the model's forward: a tower that reads images may be given
+    videos under that name.
     """
     if tokens_of(arguments) is not None:
         return None
@@ -105,13 +104,7 @@ def tower_modality(arguments: dict[str, Any], around: dict[str, Any]) -> str | N
 def rows_of_modality(modality: Mapping[str, Tensor] | None, rows: int, layer: str) -> Tensor | None:
     """Return [rows] indices into the batch for a layer that sees only text, or only other, tokens.
 
-    Args:
-        modality: name -> [batch * length] bool; empty: all is text; None: unknown.
-        rows: that the layer sees.
-        layer: its name.
-
-    Returns:
-        None where no such subset has that many rows.
+    None where no such subset has that many rows. `modality` is as of `ForwardContext`.
     """
     if not modality:
         return None
