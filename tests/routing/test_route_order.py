@@ -42,23 +42,8 @@ def preference(values: list[float], **fields: Any) -> list[int]:
 
 
 VALUES = [
-    NAN,
-    -INF,
-    -0.0,
-    0.0,
-    -0.0,
-    1e-38,
-    -1e-38,
-    INF,
-    0.5,
-    NAN,
-    0.5,
-    -3.0,
-    -INF,
-    1e-45,
-    2.0,
-    -2.0,
-]
+    NAN, -INF, -0.0, 0.0, -0.0, 1e-38, -1e-38, INF, 0.5, NAN, 0.5, -3.0, -INF, 1e-45, 2.0, -2.0,
+]  # fmt: skip
 BEST_FIRST = [7, 14, 8, 10, 5, 13, 2, 3, 4, 6, 15, 11, 1, 12, 0, 9]
 
 

@@ -94,10 +94,5 @@ def test_a_forward_of_only_decode_tokens_is_not_capped_under_prefill() -> None:
     assert kept_tokens({"phase": "prefill"}, token_decode=everyone) == list(range(6))
     assert kept_tokens({"phase": "all"}, token_decode=everyone) == [0, 1]
     but_padding = torch.tensor([True, True, True, True, True, False])
-    assert kept_tokens({"phase": "prefill"}, token_decode=but_padding, valid=but_padding) == [
-        0,
-        1,
-        2,
-        3,
-        4,
-    ]
+    kept = kept_tokens({"phase": "prefill"}, token_decode=but_padding, valid=but_padding)
+    assert kept == [0, 1, 2, 3, 4]

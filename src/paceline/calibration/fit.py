@@ -39,7 +39,7 @@ _SMALLEST_VALUE = 1e-3  # of the largest; below it, values don't matter
 
 _SMALLEST = 1e-12  # of the largest energy of a direction; below it, it is noise
 
-_ROUNDING = 1e-14  # relative error of a mean: what is left of equal values is none of theirs
+_ROUNDING = 1e-14  # relative error of a mean: smaller differences are rounding
 
 _ITERATIONS, _SPARE = 4, 16  # of the subspace; its fewest directions beyond the rank
 

@@ -66,7 +66,7 @@ def fit_layer(
     loads = torch.zeros(texts, count, dtype=torch.int64)
     norm, residual, log = torch.zeros(3, count)
     slope = torch.zeros(count, hidden, dtype=torch.bfloat16)
-    # of outputs, and what stand-ins leave of it of texts that they were not fitted to
+    # of the outputs, and of what is left after stand-ins that were fitted to other texts
     energy, left = torch.zeros(2, texts, count, dtype=torch.float64)
     for expert in range(count):
         seen = rows.of(expert)

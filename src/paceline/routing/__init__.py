@@ -1,4 +1,4 @@
-"""The algorithm on tensors: what is kept where, as one pure function."""
+"""Routing: a pure function on tensors that assigns tokens to experts within capacities."""
 
 from paceline.routing.assignment import Assignment
 from paceline.routing.inputs import RoutingInputs

@@ -1,4 +1,4 @@
-"""What statistics say of one MoE layer."""
+"""Statistics of one MoE layer, as plain values."""
 
 from __future__ import annotations
 
@@ -8,26 +8,29 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LayerStats:
-    """What one layer's experts and devices had to do since statistics were last reset.
+    """Statistics of one layer since they were last reset.
 
-    Loads are assignments (token, expert) summed over forwards; "before" is the model's own choice,
-    "after" what remains with the policy (in shadow mode: would remain). A peak-to-mean is the load
-    of the busiest unit over the mean before, T k / E an expert and T k / D a device for T valid
-    tokens and D devices, empty ones too: a layer ends when the device with the most rows does,
-    however many experts it hosts. Over forwards it is their mean weighted with tokens (which is the
-    ratio of the time spent to the time a perfect balance would take); `worst_` is the max over
-    forwards. `straggler_loss` is 1 - 1 / peak-to-mean of the devices. `gate_mass_kept` is over the
-    forwards that were routed by a policy, the only ones whose scores were looked at.
-    `min_expert_load` is the mean load of an expert below which nothing is capped, as the policy in
-    force resolves it for the layer; None where none is in force. `stand_in_distance` is how far
-    inputs of dropped assignments were from those of the calibration: the mean squared distance in
-    the directions that their stand-ins look at, in units of the variance there: about 1 on text
-    like the calibration's; None where no stand-in was used.
+    Loads are (token, expert) assignments summed over forwards; "before" is the model's own choice,
+    "after" what the policy keeps (in shadow mode: would keep). A peak-to-mean is the load of the
+    busiest unit over the mean before, T k / E per expert and T k / D per device for T valid tokens,
+    E experts and D devices, idle ones included. Over forwards it is the sum of the busiest loads
+    over the sum of the means: the time spent over the time of perfect balance.
 
-    `capped_forwards` are those that a cap ruled, of which `narrowed_forwards` are those that
-    max_active did. `active_experts` is how many experts of each device got any token, a mean over
-    all forwards, and `most_active_experts` that of each forward's device with the most: what a
-    device reads where weights dominate. `tokens_without_expert` lost all their assignments.
+    Attributes:
+        capped_forwards: to which a cap applied.
+        narrowed_forwards: those of them to which max_active applied.
+        min_expert_load: mean tokens per expert below which nothing is capped, as the policy in
+            force resolves it for the layer; None without one.
+        tokens_without_expert: tokens all of whose assignments were dropped.
+        gate_mass_kept: over forwards routed by a policy, the only ones with known scores.
+        worst_device_peak_to_mean_before: highest of any forward; so are the others with `worst_`.
+        straggler_loss_before: 1 - 1 / peak-to-mean of the devices; after likewise.
+        active_experts_before: [devices] experts with any token, mean over all forwards.
+        most_active_experts_before: that of each forward's device with the most: what a device
+            reads where reading weights dominates.
+        stand_in_distance: mean squared distance of the inputs of dropped assignments from those of
+            the calibration, in the directions of their stand-ins and in units of the variance
+            there: about 1 on similar text; None where no stand-in was used.
     """
 
     name: str
@@ -63,5 +66,5 @@ class LayerStats:
     stand_in_distance: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return plain values, ready for JSON."""
         return asdict(self)

@@ -166,7 +166,7 @@ class Budget:
 
     Attributes:
         inputs: of the layer.
-        policy: what to bound and what to keep.
+        policy: what to limit and what to keep.
         placement: of the experts.
         units: what is capped.
         device: on which the tokens are.

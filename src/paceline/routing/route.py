@@ -182,23 +182,11 @@ def _survivors_in_graph(budget: Budget) -> tuple[Survivors, Tensor, Tensor]:
     if not isinstance(step, Tensor):
         step = torch.full((), step, dtype=torch.int64, device=budget.device)
     *left, capacity, applies = _cap(
-        inputs.topk_ids,
-        inputs.topk_weights,
-        inputs.scores,
-        inputs.topk_scores,
-        inputs.valid,
-        inputs.token_source,
-        inputs.token_request,
-        inputs.token_priority,
-        inputs.token_decode,
-        inputs.expert_norms,
-        step,
-        inputs.layer,
-        budget.policy.json_form,
-        list(placement.expert_to_device),
-        placement.num_devices,
-        budget.slots,
-    )
+        inputs.topk_ids, inputs.topk_weights, inputs.scores, inputs.topk_scores, inputs.valid,
+        inputs.token_source, inputs.token_request, inputs.token_priority, inputs.token_decode,
+        inputs.expert_norms, step, inputs.layer, budget.policy.json_form,
+        list(placement.expert_to_device), placement.num_devices, budget.slots,
+    )  # fmt: skip
     return Survivors(*left), capacity, applies
 
 
@@ -222,19 +210,9 @@ def _cap(
     slots: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     inputs = RoutingInputs(
-        topk_ids,
-        topk_weights,
-        scores,
-        topk_scores,
-        valid,
-        token_source,
-        token_request,
-        token_priority,
-        token_decode,
-        expert_norms,
-        layer=layer,
-        step=step,
-    )
+        topk_ids, topk_weights, scores, topk_scores, valid, token_source, token_request,
+        token_priority, token_decode, expert_norms, layer=layer, step=step,
+    )  # fmt: skip
     placement = ExpertPlacement(tuple(expert_to_device), num_devices)
     budget = Budget(inputs, _policy(policy), placement)
     left = survivors(budget)
