@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import stat
 import subprocess
@@ -89,6 +90,13 @@ def test_there_are_ten_verbs() -> None:
     assert not any(f"  {name} " in shown for name in FORMER)
 
 
+def check_parses(line: str) -> None:
+    """Parse a command line with the verb that it names; a click exception says what is wrong."""
+    words = shlex.split(line.partition("paceline ")[2])
+    name = next(n for n in COMMANDS if words[: n.count(" ") + 1] == n.split())
+    COMMANDS[name].make_context(name, words[name.count(" ") + 1 :])
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_verb_has_json_and_examples_that_parse(name: str) -> None:
     command = COMMANDS[name]
@@ -96,9 +104,18 @@ def test_every_verb_has_json_and_examples_that_parse(name: str) -> None:
     examples = (command.help or "").split("Examples:")[1].strip().splitlines()
     assert any(f"paceline {name}" in example for example in examples)
     for example in examples:
-        words = shlex.split(example.split("  then:")[0].partition("paceline ")[2])
-        shown = next(n for n in COMMANDS if words[: n.count(" ") + 1] == n.split())
-        COMMANDS[shown].make_context(shown, words[shown.count(" ") + 1 :])
+        check_parses(example.split("  then:")[0])
+
+
+def test_commands_of_the_docs_parse() -> None:
+    root, lines = Path(__file__).parents[2], []
+    for page in (root / "README.md", *(root / "docs").glob("*.md")):
+        blocks = re.findall(r"```\w*\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+        text = "\n".join(blocks).replace("\\\n", " ")
+        lines += re.findall(r"^(?:.* -m )?paceline .*?(?= #|;|\||&&| > |$)", text, re.MULTILINE)
+    assert len(lines) > 30
+    for line in lines:
+        check_parses(line)
 
 
 def test_an_option_has_the_same_help_in_every_verb() -> None:

@@ -51,12 +51,6 @@ def without_rows(trace: Trace, rows: str | None) -> Trace:
 def balance(trace: Trace, plan: Plan, batch_tokens: int | None, as_json: bool) -> None:
     """Print how uneven the loads of a trace are.
 
-    Args:
-        trace: any.
-        plan: where experts are; on 8 devices in order unless it says so.
-        batch_tokens: tokens per batch; None: as the trace has them.
-        as_json: print JSON, and nothing else.
-
     Raises:
         ValueError: if the plan doesn't fit the trace, or counts would have to be cut.
     """
@@ -249,21 +243,8 @@ def study(
 ) -> None:
     """Print the verdict on a trace, and write its page: loads, every cap, a placement.
 
-    Args:
-        source: a trace, or the JSON of `paceline plan`.
-        planned: the content of that JSON, where the source is one.
-        facts: of traces, what their files don't say.
-        judge: another trace, to judge on.
-        without: rows to leave out of the source.
-        devices: that share the experts; None: 8, or as placed.
-        batch_tokens: tokens per batch.
-        plan: to show beside the caps.
-        plan_file: where it was read from.
-        hardware: to decide as `paceline plan` does.
-        sweep: what caps cost in quality.
-        html: page to write.
-        figures: folder for its figures.
-        as_json: print JSON, and nothing else.
+    The parameters are the options of `paceline loads`; `planned` is the content of the source where
+    that is the JSON of `paceline plan`, and `facts` are the options that describe a trace's file.
 
     Raises:
         ValueError: if options contradict each other or don't fit the trace.

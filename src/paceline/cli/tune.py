@@ -101,25 +101,38 @@ def tune(
         raise ValueError("--plan and --calibration are for --only factors.")
 
     from paceline.batches import Sampling
+    from paceline.calibration.collect import FOLDER, calibrate, remove
+    from paceline.calibration.rows import CAPS
+    from paceline.stand_ins.calibration_file import Calibration
 
     caps = _caps(policy or [], bound) if fits else []
     base = _base(policy or [], bound) if chooses else None
     places = None if fits else with_devices(plan_from_options(devices, None, plan))
     texts = read_texts(text or [], model)
     folder = None if places is None else calibration or places.calibration_folder()
-    fitted = _loaded(folder)
+    fitted = None if folder is None else Calibration.load(folder)
     network, tokenizer = load(model, dtype.value, trust_remote_code)
     result: dict[str, Any] = {}
     if fits:
         sampling = Sampling(tokens or _FIT_TOKENS, batch_size, sequence_length)
-        memory = int(memory_gib * 2**30)
-        fitted = _fit(network, tokenizer, texts, sampling, caps, rank,
-                      None if trace is not None else devices, memory, out)  # fmt: skip
+        with progress() as tell:
+            fitted = calibrate(
+                network,
+                tokenizer,
+                texts,
+                rank=rank,
+                devices=devices if trace is None else None,
+                caps=caps or CAPS,
+                sampling=sampling,
+                memory=int(memory_gib * 2**30),
+                unfinished=out / FOLDER,
+                progress=tell,
+            )
         places = _placed(fitted, trace, devices)
         result = _fit_result(fitted, fitted.save(out), None if devices is None else out / PLAN)
         if devices is not None:
             places.save(out / PLAN)
-        _remove_unfinished(out)
+        remove(out / FOLDER)
         folder = out
     if base is not None and places is not None:
         sampling = Sampling(tokens or _FACTOR_TOKENS, batch_size, sequence_length)
@@ -161,28 +174,6 @@ def _caps(texts: list[str], bound: float | None) -> list[CapacityPolicy]:
     return caps
 
 
-def _fit(
-    network: Any, tokenizer: Any, texts: dict[str, str], sampling: Any,
-    caps: list[CapacityPolicy], rank: int, devices: int | None, memory: int, out: Path,
-) -> Calibration:  # fmt: skip
-    from paceline.calibration.collect import FOLDER, calibrate
-    from paceline.calibration.rows import CAPS
-
-    with progress() as tell:
-        return calibrate(
-            network,
-            tokenizer,
-            texts,
-            rank=rank,
-            devices=devices,
-            caps=caps or CAPS,
-            sampling=sampling,
-            memory=memory,
-            unfinished=out / FOLDER,
-            progress=tell,
-        )
-
-
 def _placed(found: Calibration, trace: str | None, devices: int | None) -> Plan:
     """Return a plan with the calibration and its placements, or those of a trace's traffic."""
     plan = found.plan(".")
@@ -199,12 +190,6 @@ def _placed(found: Calibration, trace: str | None, devices: int | None) -> Plan:
             f"has {len(experts)} of {experts[0]}."
         )
     return plan.replace(placements=tuple(layer.placement for layer in maps))
-
-
-def _remove_unfinished(out: Path) -> None:
-    from paceline.calibration.collect import FOLDER, remove
-
-    remove(out / FOLDER)
 
 
 def _fit_result(found: Calibration, path: Path, plan: Path | None) -> dict[str, Any]:
@@ -279,12 +264,6 @@ def _base(texts: list[str], bound: float | None) -> CapacityPolicy:
         base = base.replace(capacity_factor=bound)
     bound_of(base)
     return base
-
-
-def _loaded(folder: Path | None) -> Calibration | None:
-    from paceline.stand_ins.calibration_file import Calibration
-
-    return None if folder is None else Calibration.load(folder)
 
 
 def _choose(

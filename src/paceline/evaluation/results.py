@@ -56,12 +56,9 @@ class LayerLoads(Form):
 class Balance(Form):
     """Balance over batches and layers, which run one after the other.
 
-    Attributes:
-        device_peak_to_mean: load of the busiest device / mean load.
-        device_peak_to_mean_worst: the highest of one forward of one layer.
-        straggler_loss: share of the expert time that an average device waits.
-        expert_peak_to_mean: load of the busiest expert / mean load.
-        expert_peak_to_mean_worst: the highest of one forward of one layer.
+    A peak-to-mean is the load of the busiest device or expert / the mean load; the worst is the
+    highest of one forward of one layer. `straggler_loss` is the share of the expert time that an
+    average device waits.
     """
 
     device_peak_to_mean: float
@@ -121,19 +118,12 @@ class LoadShares(Balance):
 
 
 def _balance(layers: Sequence[Any], when: str) -> dict[str, float]:
-    device = _peak(layers, "device", when)
-    busy = [layer for layer in layers if layer.assignments]
-    worst = {
-        unit: max((getattr(x, f"worst_{unit}_peak_to_mean_{when}") for x in busy), default=1.0)
-        for unit in ("device", "expert")
-    }
-    return {
-        "device_peak_to_mean": device,
-        "device_peak_to_mean_worst": worst["device"],
-        "straggler_loss": straggler_loss(device),
-        "expert_peak_to_mean": _peak(layers, "expert", when),
-        "expert_peak_to_mean_worst": worst["expert"],
-    }
+    busy, figures = [layer for layer in layers if layer.assignments], {}
+    for unit in ("device", "expert"):
+        worst = (getattr(layer, f"worst_{unit}_peak_to_mean_{when}") for layer in busy)
+        figures[f"{unit}_peak_to_mean"] = _peak(layers, unit, when)
+        figures[f"{unit}_peak_to_mean_worst"] = max(worst, default=1.0)
+    return {**figures, "straggler_loss": straggler_loss(figures["device_peak_to_mean"])}
 
 
 def _peak(layers: Sequence[Any], unit: str, when: str) -> float:
@@ -150,9 +140,8 @@ class PerplexityChange(Form):
     Attributes:
         by_domain: text -> perplexity / perplexity of the other run - 1.
         mean: over the texts.
-        standard_error: of `mean`, from the paired differences between sequences; None with
-            fewer than two sequences in some text.
-        standard_error_over_texts: of `mean`, with the texts as a sample of texts; None with one.
+        standard_error: from paired sequences; None with fewer than two of some text.
+        standard_error_over_texts: with the texts as a sample of texts; None with one.
     """
 
     by_domain: dict[str, float]
@@ -184,10 +173,6 @@ class Composition(Form):
     label: str
     batches: int
     policies: list[TextRow]
-
-    def row(self, policy: str) -> TextRow:
-        """Return the row of a policy by its name."""
-        return next(row for row in self.policies if row.name == policy)
 
 
 class TextsResult(Form):

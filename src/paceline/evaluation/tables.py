@@ -206,5 +206,6 @@ def _ours_tasks(name: str, tasks: TasksResult | None) -> str:
 def _ours_texts(name: str, texts: TextsResult | None) -> str:
     if texts is None:
         return "not run"
-    change = next(iter(texts.compositions.values())).row(name).perplexity_change
+    rows = next(iter(texts.compositions.values())).policies
+    change = next(row for row in rows if row.name == name).perplexity_change
     return with_error(change.mean, change.standard_error)

@@ -36,21 +36,11 @@ def from_counts(
     model: str | None = None,
     notes: Sequence[str] = (),
 ) -> Trace:
-    """Make a trace of load tables.
+    """Make a trace of load tables [batches, layers, experts] of assignments, or of shares.
 
     Layers without any count are dense ones and left out; the notes say so. Counts are divided by
-    the world size that the user gave.
-
-    Args:
-        source: file or folder, whose options say the rest.
-        counts: [batches, layers, experts] of assignments, or of shares.
-        names: of the layers.
-        program: that wrote the file, and its format.
-        batches: what a batch is.
-        k: experts per token; the user's by default.
-        shares: the table has shares instead of numbers.
-        model: name.
-        notes: on what was done so far.
+    the world size that the user gave. `program` names the file's writer and its format; k is the
+    user's where the file doesn't state it.
 
     Raises:
         TraceError: if a count is negative, no whole number, or too large.
@@ -125,7 +115,7 @@ def from_choices(
         program: that wrote the file, and its format.
         experts: per layer.
         starts: [batches + 1] first token of each batch, and the end.
-        batches: what a batch is.
+        batches: meaning of a batch.
         weights: [layers, tokens, k] floats.
         scores_are_weights: gate scores of the chosen experts are the weights.
         facts: name -> [tokens], see `paceline.traces.chunk.FACTS`.
