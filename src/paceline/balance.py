@@ -98,9 +98,6 @@ class Spread:
 
     Attributes:
         mean: sum of the busiest loads / sum of the mean loads.
-        p50: median over the batches.
-        p95: 95th percentile.
-        max: highest.
     """
 
     mean: float | None
@@ -203,7 +200,6 @@ def unit_matrix(unit_of: tuple[int, ...], units: int) -> npt.NDArray[np.int64]:
 
     Args:
         unit_of: [experts] the unit of each expert, such as `ExpertPlacement.expert_to_device`.
-        units: number of units.
 
     >>> (np.array([[5, 1, 2]]) @ unit_matrix((0, 1, 0), 2)).tolist()
     [[7, 1]]

@@ -24,7 +24,6 @@ def read_plain(path: Path, limit: int, *, pipes: bool = False) -> bytes:
     Pipes and devices are refused: reading one may never end.
 
     Args:
-        path: of the file.
         limit: bytes that it may have.
         pipes: True to read a pipe too, as a shell makes one of `<(command)`.
 

@@ -367,7 +367,7 @@ def _fields_of_file(file: Mapping[str, Any]) -> dict[str, Any]:
     unknown = [name for name in file if name not in _FILE_FIELDS]
     if unknown:
         known = ", ".join(_FILE_FIELDS)
-        raise PlanError(f"{shortened(unknown[0])} is not a field of a plan: allowed are {known}.")
+        raise PlanError(f"a field of a plan must be one of {known}, got {shortened(unknown[0])}.")
     if whole_number(file.get("version")) != VERSION:
         raise PlanError(f"version must be {VERSION}, got {shortened(file.get('version'))}.")
     model = file.get("model", {})
@@ -376,7 +376,7 @@ def _fields_of_file(file: Mapping[str, Any]) -> dict[str, Any]:
     fields = {**model, **{name: file[name] for name in ("calibration", "slots") if name in file}}
     for one, several in _SEVERAL.items():
         if one in file and several in file:
-            raise PlanError(f"{one} and {several} are both given: allowed is one of them.")
+            raise PlanError(f"a plan must have {one} or {several}, got both.")
         tables = [file[one]] if one in file else file.get(several, [])
         if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
             value = shortened(tables)

@@ -14,7 +14,6 @@ class Steps:
 
     Args:
         progress: shows all of them as one; None: nothing is shown.
-        total: number of pieces.
     """
 
     def __init__(self, progress: Progress | None, total: int) -> None:

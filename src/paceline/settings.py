@@ -62,7 +62,6 @@ def read_placement(placement: Any, num_experts: int, layer: str = "") -> ExpertP
     Args:
         placement: itself, a number of devices that share the experts in order, the device of
             each expert, or None.
-        num_experts: of the layer.
         layer: its name, for messages.
 
     Raises:

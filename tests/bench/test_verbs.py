@@ -85,7 +85,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no trace": ([*LAYER, "--trace", "{tmp}/none.npz"], "there is no trace"),
     "a folder": ([*LAYER, "--trace", "{tmp}"], "holds no known trace"),
     "no plan": ([*LAYER, "--placement", "{tmp}/none.toml"], "can't be read"),
-    "no placement": ([*LAYER, "--placement", "{capped}"], "names no placement"),
+    "no placement": ([*LAYER, "--placement", "{capped}"], "must hold placement or placements"),
     "placed twice": ([*LAYER, "--placement", "{placed}", "--devices", "3"], "give one of them"),
     "no such layer": ([*LAYER, "--placement", "{two}", "--layer", "5"], "the plan has 2 layers"),
     "another k": ([*LAYER, "--plan", "{other}"], "the plan is for k=7"),

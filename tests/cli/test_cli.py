@@ -267,7 +267,7 @@ BAD = {
     "no plan": (["{moe}", "--text", "{text}", "--plan", "{text}"], "is not TOML"),
     "no placement": (
         ["{moe}", "--text", "{text}", "--placement", "{capped}"],
-        "names no placement",
+        "must hold placement or placements",
     ),
     "placed twice": (
         ["{moe}", "--text", "{text}", "--placement", "{placed}", "--devices", "2"],

@@ -29,10 +29,7 @@ class LayerShape:
     """Sizes of a layer of experts with gate, up and down projections.
 
     Attributes:
-        hidden: hidden size H.
         expert_size: intermediate size I of one expert.
-        experts: routed experts E.
-        k: experts per token.
         precision: of weights and products: "bf16", "fp8", or "fp4" weights with 8-bit products;
             "fp32" on a CPU.
         shared: intermediate size of all shared experts together; 0: there are none.
@@ -93,7 +90,6 @@ def layer_shape(path: Path, precision: str | None = None) -> LayerShape:
     """Read the sizes of a model's MoE layers from its config.json, or from its folder.
 
     Args:
-        path: of either.
         precision: of the weights; None: what the config states, else bf16.
 
     Raises:
@@ -154,8 +150,6 @@ def layer_cost(
         loads: [batches, experts] rows of each expert, after a cap.
         tokens: [batches] tokens of each batch, over all devices.
         layer: map of the experts.
-        shape: of the layer.
-        hardware: of each device.
         received: [batches, devices] tokens that have an expert on each device: a dispatch sends a
             token once to a device. None: unknown, every row is sent.
 

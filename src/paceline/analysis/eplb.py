@@ -27,7 +27,6 @@ def eplb_map(
 
     Args:
         loads: [experts] load of each expert.
-        num_devices: devices (its GPUs).
         replicas: slots beyond one per expert.
         groups: expert groups of a group-limited router.
         nodes: machines that share the devices equally.

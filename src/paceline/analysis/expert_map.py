@@ -165,8 +165,6 @@ def replica_bytes(
     An expert has 3 hidden_size x expert_size weights (gate, up and down projection).
 
     Args:
-        maps: of each MoE layer.
-        hidden_size: of the model.
         expert_size: intermediate size of one expert.
         bytes_per_weight: 2 for bfloat16, 1 for FP8, 0.5 for 4 bits.
 
@@ -275,10 +273,8 @@ def write_maps(
     """Write maps in every form into a folder, made if need be.
 
     Args:
-        maps: of each MoE layer.
         names: of the layers, with the number of the hidden layer.
         hidden_layers: of the model; None: the last one with experts is the last of all.
-        folder: for the files.
 
     Raises:
         ValueError: if the maps can't be written, or a name has no number of its own.

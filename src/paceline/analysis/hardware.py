@@ -28,7 +28,6 @@ class Hardware:
     """Figures of one device of many alike.
 
     Attributes:
-        name: for reports.
         flops: reachable FLOP/s in bfloat16 (float32 where a calibration says so).
         memory: bytes/s from its memory.
         memory_size: bytes of it.
@@ -174,8 +173,6 @@ def save_hardware(hardware: Hardware, path: Path, more: dict[str, Any] | None = 
     """Write a file that `hardware_of` reads.
 
     Args:
-        hardware: to write.
-        path: of the file.
         more: further content, such as how it was measured.
 
     Raises:
@@ -190,7 +187,6 @@ def linked(hardware: Hardware, link: float | None, network: float | None) -> Har
     """Replace the links of a device.
 
     Args:
-        hardware: to change.
         link: bytes/s within a machine, None: as it is.
         network: bytes/s between machines, None: as it is.
     """

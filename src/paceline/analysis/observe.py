@@ -62,14 +62,12 @@ def observe_loads(
 
     Args:
         model: a Mixture-of-Experts model in evaluation mode; it is restored afterwards.
-        tokenizer: its tokenizer.
         texts: name -> text.
         devices: devices that share the experts in order, where no placement is given.
         placement: expert -> device, one for all layers or one per layer, as `attach` takes it.
         policy: one for all layers or one per layer; None only observes.
         plan: policies and placements from a file, where `policy` or `placement` is None.
         sampling: which tokens to run.
-        progress: called after every batch.
 
     Raises:
         ValueError: if the model has no MoE layer, fewer experts than devices, or a text is empty.
@@ -185,12 +183,7 @@ def _overall(layers: Sequence[LayerStats]) -> OverallStats:
 
 
 class LayerEvidence:
-    """Choices of the tokens of one layer, added up over batches; see the module.
-
-    Args:
-        num_experts: of the layer, E.
-        k: experts per token.
-    """
+    """Choices of the tokens of one layer, added up over batches; see the module."""
 
     def __init__(self, num_experts: int, k: int) -> None:
         self.num_experts, self.k = num_experts, k

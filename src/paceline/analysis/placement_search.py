@@ -42,7 +42,6 @@ class Shape:
     """Requirements on the map of one layer.
 
     Attributes:
-        num_experts: experts of the layer.
         num_devices: devices that share the slots, in order; sizes differ by at most one.
         replicas: slots beyond one per expert.
         groups: expert groups of a group-limited router, consecutive experts.
@@ -104,7 +103,6 @@ def search_map(loads: ArrayLike, shape: Shape) -> ExpertMap:
 
     Args:
         loads: [pieces, experts] assignments of each piece of the traffic.
-        shape: of the placement.
 
     Raises:
         ValueError: if loads is not such a table.

@@ -144,7 +144,6 @@ def place(
     """Search the map of every layer, and judge it beside those of other methods.
 
     Args:
-        trace: to fit on.
         spec: devices, replicas and groups.
         judge: another trace of the same model, to judge on as well.
         batch_tokens: tokens per batch to judge on; None: the trace's own forwards, else 1024.
@@ -233,8 +232,6 @@ def judge_placements(
 
     Args:
         ways: name -> map of each layer; gains refer to "in_order".
-        trace: whose batches.
-        part: which of them.
     """
     hosts = {name: [own.hosts for own in maps] for name, maps in ways.items()}
     found = measure_balance(trace, part, hosts)
@@ -261,8 +258,6 @@ def measure_balance(
     """Measure the balance of each layer on some batches, by placement.
 
     Args:
-        trace: whose batches.
-        part: which of them.
         hosts: name -> [layers] tables [experts, devices], the share of each expert's rows that a
             device computes.
 

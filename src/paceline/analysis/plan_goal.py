@@ -33,11 +33,8 @@ class Goal:
 
     Attributes:
         spec: devices, replicas to compare with, groups.
-        shape: of each layer.
-        hardware: of each device.
         max_mass_loss: share of the gate mass that a cap may lose.
         min_gain: share of the step's MoE time below which nothing is worth it.
-        pool: of a cap.
 
     Raises:
         ValueError: if a share is outside [0, 1), or the pool is unknown.
@@ -76,7 +73,6 @@ def options(goal: Goal, *traces: Trace) -> list[CapacityPolicy]:
     """List the policies that a layer may get; the first is no cap.
 
     Args:
-        goal: of the plan.
         traces: whose batches are to be capped, and those that judge: caps keep by what all of them
             hold.
 

@@ -72,7 +72,6 @@ class Costs:
 
         Args:
             base: seconds of a step with nothing done, to which the gain refers.
-            kind: of the result.
             more: its further fields.
         """
         return kind(
@@ -111,7 +110,6 @@ def plan_costs(
         trace: of choices; a layer computes one of its batches at a time.
         plans: name -> policies and placements; every plan has a placement.
         shape: of each layer; its experts are those of the trace.
-        hardware: of each device.
         progress: called with the layers done, and their number.
 
     Raises:
@@ -260,12 +258,8 @@ def variants(
     """Compute the cost of the chosen caps with other settings, on the same batches.
 
     Args:
-        trace: whose batches.
-        maps: of each layer.
-        policies: of each layer.
         base: seconds of a step with nothing done, to which gains refer.
         goal: shape and hardware.
-        steps: progress.
     """
     plans = {
         name: layer_plan(trace, maps, [p.replace(**change) if _varies(p) else p for p in policies])

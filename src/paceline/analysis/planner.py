@@ -145,7 +145,6 @@ def read_plan_result(text: bytes, source: str) -> PlanResult:
     """Read the JSON of a `PlanResult`.
 
     Args:
-        text: JSON.
         source: names it in an error.
 
     Raises:

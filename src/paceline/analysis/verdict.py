@@ -29,7 +29,6 @@ def waiting(peak_to_mean: float, devices: int, note: str = "", batches: str = ""
     """Say how long an average device waits.
 
     Args:
-        peak_to_mean: of the devices.
         devices: how many there are.
         note: added to the figure in brackets.
         batches: the kind of batches, where there are several.

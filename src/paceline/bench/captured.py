@@ -20,9 +20,6 @@ class Captured:
     """One layer in one forward.
 
     Attributes:
-        name: of the layer.
-        router: its router.
-        experts: its experts.
         hidden: input of the experts, [tokens, hidden].
         inputs: the model's choice, with all scores where the router's rule is known, the request
             of each token (its row of the batch) and the device that it lives on.

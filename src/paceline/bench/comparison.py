@@ -103,7 +103,6 @@ def placements_of(plan: Plan, experts: Sequence[int], ranks: int | None) -> list
 
     Args:
         plan: for all layers, or for each.
-        experts: of each layer.
         ranks: of torchrun, None for emulated devices.
 
     Raises:

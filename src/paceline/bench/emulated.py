@@ -116,7 +116,6 @@ def time_in_turn(
     """Time the slowest device under several policies, in another order every round.
 
     Args:
-        experts: of one layer.
         work: policy -> [devices].
         rounds: each runs every policy.
         repeats: runs of a device in a round, the fastest of which counts.
@@ -166,11 +165,9 @@ def play(
     """Run a layer's experts device by device, each timed, and add up their outputs.
 
     Args:
-        experts: of the layer.
         hidden: [..., hidden], as the result.
         ids: [tokens, slots] integer; ids outside [0, E) are left out.
         weights: [tokens, slots].
-        placement: of the experts.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
     out = torch.zeros_like(flat)
@@ -224,7 +221,6 @@ def time_policies(
         calibration: of the model, for policies that compensate or keep by contribution.
         rounds: each runs every policy.
         repeats: runs of a device in a round, the fastest of which counts.
-        step: called after every batch.
     """
     keep_freed_memory()
     threads = torch.get_num_threads()

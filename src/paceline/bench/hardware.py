@@ -54,7 +54,6 @@ class Timing:
     """Timing of the experts of one device.
 
     Attributes:
-        shape: of the layer.
         rows: [experts] rows of each.
         seconds: of the fastest of some runs.
         second_fastest: of the next one; the closer, the quieter the machine.
@@ -91,7 +90,6 @@ def measure(
         sizes: (hidden, expert size) of each layer.
         means: mean rows of an expert; each expert gets its own number around it.
         rounds: how often each case runs.
-        seed: of rows and weights.
         progress: called with runs done, runs in all, and the last size.
 
     Returns:
@@ -173,7 +171,6 @@ class Fit:
     """A device fitted to timings.
 
     Attributes:
-        hardware: the device.
         errors: relative error of each timing of the fit.
         held_out: of each timing that took no part in it.
     """
@@ -217,9 +214,7 @@ def fit(
     """Fit the device whose times are nearest to the measured ones.
 
     Args:
-        timings: to fit to.
         held_out: to judge the fit by.
-        name: of the device.
         link: bytes/s to other devices, which is not measured; None: as quick as memory.
 
     Raises:
@@ -255,7 +250,6 @@ def fit_this_machine(
         link: bytes/s to other devices, which is not measured.
         rounds: runs of every case; the fastest counts.
         threads: of one device, on a CPU.
-        progress: called after every case.
 
     Returns:
         The device, and how good it is on sizes that took no part in the fit.

@@ -124,12 +124,7 @@ def serve_on_ranks(
 
 
 class _ExpertClock:
-    """Clock of this rank's experts in a prefill, and counter of their rows.
-
-    Attributes:
-        seconds: of all layers together.
-        rows: of each layer.
-    """
+    """Clock of this rank's experts in a prefill, and counter of their rows."""
 
     def __init__(self, layers: Sequence[str]) -> None:
         self._layers = layers

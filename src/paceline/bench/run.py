@@ -122,12 +122,8 @@ def bench_layer(
         tokens: of each device (with `shares_batch`, of all together).
         rounds: of measurement.
         plan: the layer's placement, else as many devices as the shape names, and one more policy.
-        peak_to_mean: of the synthetic routing.
         shares_batch: True if all devices hold the same tokens.
-        trace: recorded routing instead of synthetic.
-        layer: of the trace or model.
         model: to take a layer of, with its own weights and routing on `text_ids` [batch, length].
-        model_name: for the report.
         progress: called after each policy of each round.
 
     Raises:
@@ -235,7 +231,6 @@ def bench_model(
 
     Args:
         model: loaded whole, alike on every rank.
-        model_name: for the report.
         prompt_ids: rank -> its prompts, [batch, length] token ids.
         policies: short forms, compared with no cap.
         new_tokens: generated for each prompt.

@@ -72,11 +72,8 @@ class Workload:
     """One MoE layer and the tokens that go through it.
 
     Attributes:
-        label: for the report.
         hidden: [tokens, hidden] of one device.
         gate: hidden -> the model's own choice.
-        shape: sizes of the layer.
-        origin: of the routing, in words.
     """
 
     label: str
@@ -115,7 +112,6 @@ def softmax_gate(weight: Tensor, bias: Tensor, k: int) -> Gate:
     Args:
         weight: [experts, hidden].
         bias: [experts] that skews the loads.
-        k: experts per token.
     """
 
     def gate(hidden: Tensor) -> RoutingInputs:
@@ -135,10 +131,8 @@ def skewed_workload(
     are more popular by the amount that makes its rows right, found by bisection.
 
     Args:
-        shape: sizes of the layer.
         tokens: on one device.
         peak_to_mean: of the devices, at least 1.
-        placement: of the experts.
         seed: of the tokens; the router is the same for all seeds.
 
     Raises:
@@ -187,7 +181,6 @@ def model_workload(model: Any, ids: Tensor, layer: int, name: str) -> tuple[Work
         model: in eval mode.
         ids: [batch, length] token ids; a row is a request.
         layer: index among its MoE layers.
-        name: for the report.
 
     Raises:
         ValueError: if the model has no such layer.
@@ -220,7 +213,6 @@ def trace_workload(path: Path, shape: Shape, layer: int, tokens: int, offset: in
     Args:
         path: of the file or folder, or "sample:NAME".
         shape: sizes of the experts to run; experts and k must be those of the trace.
-        layer: of the trace, by index.
         tokens: how many rows, padding included, repeated where the trace has fewer.
         offset: row to start at, so that devices differ.
 

@@ -22,7 +22,7 @@ _SHARED = re.compile(r"shared?_|_shared")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole component
 
 Kind = Literal["rename", "rows", "columns", "blocks", "values"]
-"""How a tensor changes: the number in its name; the first E rows (dimension 0) or columns
+"""Kinds of change of a tensor: the number in its name; the first E rows (dimension 0) or columns
 (dimension 1) change places; E equal blocks of rows do; or it holds expert ids itself."""
 
 
@@ -32,7 +32,6 @@ class ExpertLayer:
 
     Attributes:
         name: module that holds experts and router, as the checkpoint names it.
-        num_experts: experts of the layer.
         tensors: every tensor that changes with the experts, and how.
 
     >>> ExpertLayer("layers.0.mlp", 2, {"layers.0.mlp.gate.weight": "rows"}).num_experts

@@ -26,7 +26,6 @@ class Checkpoint:
     """A checkpoint: its config and the shapes of its tensors, weights unread.
 
     Attributes:
-        folder: of the files.
         config: content of config.json.
         shards: file name -> names of its tensors.
         shapes: tensor name -> shape.

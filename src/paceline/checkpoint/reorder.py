@@ -88,7 +88,6 @@ def reorder(
     complete; if anything fails nothing is left behind.
 
     Args:
-        checkpoint: to read.
         maps: of every layer with experts, in order, or one for all.
         out: folder to be made.
         progress: called with shards done, shards in all and the last one.

@@ -142,7 +142,7 @@ def bench_model_verb(
     html: options.Html = None,
     json: options.AsJson = False,
 ) -> None:
-    """Time a whole model: time to first token, tokens a second.
+    """Time a whole model: time to first token, tokens per second.
 
     \b
     Examples:

@@ -239,7 +239,7 @@ def placements_of(path: Path) -> Plan:
 
     found = Plan.load(path)
     if not found.placements:
-        raise PlanError(f"{path} names no placement: allowed is placement or placements.")
+        raise PlanError(f"{path} must hold placement or placements, got neither.")
     return found.replace(policies=())
 
 

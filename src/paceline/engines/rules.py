@@ -26,8 +26,6 @@ class LayerTraits:
     """Properties of one MoE layer in its engine on which the choice of a policy depends.
 
     Attributes:
-        name: of the layer, for messages.
-        k: experts per token.
         placement: expert -> device.
         repeats: whether a token's choice may name one expert twice.
         chosen_scores: whether the gate scores of the chosen experts are known.
@@ -170,7 +168,6 @@ class LayerRule:
     """A policy as it applies to one layer.
 
     Attributes:
-        policy: in force.
         facts: that `route` needs for it.
         routes: whether the policy can drop anything, or count what would be dropped.
         needs_scores: whether `route` needs gate scores: for any capacity factor, to rank by them
@@ -200,7 +197,6 @@ class LayerRule:
 
         Args:
             tokens: of the forward, None where the engine knows nothing of them.
-            rows: of the layer.
             on_cpu: whether it runs on a CPU.
             exact: whether all rows are known to be tokens.
         """
@@ -235,7 +231,6 @@ def layer_rule(
     """Return the rule of a layer under a policy that passed `check_policy`.
 
     Args:
-        policy: in force.
         layer: that it applies to.
         ranks: over which an expert's tokens are spread, about as many from each.
         shared: whether other ranks decide with this one.

@@ -48,9 +48,6 @@ def bars(
     Args:
         names: of the groups, [groups].
         series: title -> load / mean load, [groups].
-        colours: of each series.
-        x_title: of the horizontal axis.
-        y_title: of the vertical axis.
         decimals: of the values shown on hover.
         patterns: of each series, to tell them apart without colour; none: plain.
         more: further fields of the layout.
@@ -142,7 +139,6 @@ def layer_peaks(
     Args:
         names: of the layers, [layers].
         series: one of LINE_LOOKS -> load / mean load, [layers]; None where a layer has no load.
-        x_title: of the horizontal axis.
     """
     data = [
         line(

@@ -22,7 +22,6 @@ def render(template: str, figures: Mapping[str, Any], **values: Any) -> str:
     """Fill a template of `reporting/templates`.
 
     Args:
-        template: file name.
         figures: element id -> Plotly figure as a dictionary.
         values: names in the template; strings are escaped.
     """

@@ -117,7 +117,6 @@ class Chunk:
         refused before (`paceline.traces.simulate` does).
 
         Args:
-            header: of the trace.
             layer: index among the layers of the trace.
             batch: index in this chunk.
             step: number of the batch in the trace, for keep="random".

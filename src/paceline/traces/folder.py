@@ -158,8 +158,6 @@ def save_trace(
     """Write a whole trace, an imported one for example, in Paceline's own format.
 
     Args:
-        trace: to write.
-        folder: to be made.
         progress: called with chunks written, about how many in all, and batches so far.
 
     Returns:

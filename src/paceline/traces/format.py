@@ -51,7 +51,6 @@ class Layer(BaseModel):
 
     Attributes:
         name: as the model or the file names it.
-        experts: routed experts of the layer.
         k: experts per token; None where nobody stated it.
     """
 
@@ -101,7 +100,7 @@ class Header(BaseModel):
 
     @property
     def per_token(self) -> bool:
-        """Whether the trace holds what each token chose."""
+        """True if the trace holds the choices of each token."""
         return self.content in ("choices", "scores")
 
     @property

@@ -62,7 +62,6 @@ def placements_of(
     """Return the placement of each layer.
 
     Args:
-        trace: whose layers these are.
         devices: number of devices that share the experts in order, or placements (one for all
             layers, or one per layer).
 
@@ -100,7 +99,6 @@ def trace_loads(
     """Measure the loads of a trace; see `AXES` for what is reduced over what.
 
     Args:
-        trace: any.
         devices: number of devices that share the experts in order, or placements (one for all
             layers, or one per layer).
         batch_tokens: tokens per batch, to cut the trace anew; None: batches as in the trace.
@@ -165,7 +163,6 @@ class _LoadSums:
     """Sums of load tables; memory grows by a few numbers per batch and layer.
 
     Args:
-        trace: whose layers these are.
         placements: one per layer.
     """
 

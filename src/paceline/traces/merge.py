@@ -27,7 +27,6 @@ class _Rank:
     """One recording, read once.
 
     Attributes:
-        trace: of the rank.
         batches: digest of the choices of each batch.
         held: names of the tensors that every chunk has.
     """

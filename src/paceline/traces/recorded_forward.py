@@ -54,7 +54,6 @@ class Forward:
     """A running forward.
 
     Args:
-        layers: of the model.
         content: "counts", "choices" or "scores".
     """
 
@@ -74,7 +73,6 @@ class Forward:
 
         Args:
             layer: index of it.
-            inputs: of routing.
             modality: name -> [tokens] bool, text where none is True; None: unknown.
             known: the forward is known, and so which tokens decode.
 

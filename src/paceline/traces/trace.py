@@ -57,7 +57,6 @@ class Trace:
     Attributes:
         header: what was recorded of which layers.
         chunks: some whole batches each, in order.
-        where: file or folder, for messages.
     """
 
     header: Header

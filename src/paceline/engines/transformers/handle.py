@@ -34,10 +34,9 @@ class CapNeverAppliedWarning(UserWarning):
 
 @dataclass(frozen=True)
 class LayerSupport:
-    """What works for one layer.
+    """Support of one layer.
 
     Attributes:
-        name: of the layer.
         scoring: the router's scoring rule, None where it is unknown.
         level: "full", or "drop only": no expansion, and without `scoring` no keep="score".
         reason: why not full, else empty.

@@ -35,8 +35,6 @@ class Patch:
     """A method that one module instance has instead of its own.
 
     Attributes:
-        module: that is patched.
-        name: of the method.
         original: the value under that name in the module's own `__dict__`, if there was one.
         switch: on while the patch does anything.
         function: that the new method calls, by which a patch is recognised.

@@ -32,7 +32,7 @@ Watcher: TypeAlias = Callable[[str, RoutingInputs, Assignment], None]
 
 
 class UnknownTokensWarning(UserWarning):
-    """Which rows of a layer are padding is unknown, so all are counted as tokens."""
+    """Warning that the padding of a layer is unknown, so that all rows count as tokens."""
 
 
 class ThreadState:
@@ -60,12 +60,8 @@ class _Threads(threading.local):
 class AttachedState:
     """State that the layers of one attached model share.
 
-    Args:
-        labels: of tokens, from the user.
-
     Attributes:
         rules: in force, one per layer.
-        switch: of all patches.
         step: number of the forward, from 0, counted while keep="random" asks for it; a tensor, so
             that a compiled model isn't compiled anew for every forward.
         watchers: of forwards that begin from now on, with the facts that they ask for.

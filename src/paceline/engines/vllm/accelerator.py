@@ -32,9 +32,7 @@ class DeviceCap:
     Args:
         policy: its `unit` and `keep` become part of the captured graph.
         placement: expert -> device.
-        k: experts per token.
         most_tokens: the most tokens of a forward.
-        device: of the layer's tensors.
         share: share of a forward's tokens that this rank sees, for `min_expert_load`.
 
     Attributes:

@@ -56,10 +56,8 @@ class CappedLayer:
     """The cap behind one router.
 
     Args:
-        runner: vLLM's MoE layer.
         index: among the model's MoE layers.
         placement: expert -> device; None: every expert is a device of its own.
-        ranks: position of this worker.
         prompt_lengths: (number of requests) -> [requests] int64 prompt tokens of the running
             forward's requests.
         cost: of experts that may compute dropped rows if that is quicker; None: they never may.

@@ -35,9 +35,6 @@ class CappedModel:
     """The capped layers of the model that one worker runs.
 
     Args:
-        model_runner: vLLM's, with the loaded model.
-        config: vLLM's.
-        settings: of the plugin.
         rank: of the worker among all of them.
 
     Raises:
@@ -292,8 +289,6 @@ def check_settings(config: Any, policies: Sequence[CapacityPolicy], accepted: bo
     """Refuse settings of vLLM that contradict a policy of a layer.
 
     Args:
-        config: vLLM's.
-        policies: of the layers.
         accepted: True if users of a batch may affect each other.
 
     Raises:

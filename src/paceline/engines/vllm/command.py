@@ -37,7 +37,6 @@ def serve(model: str, extra: Sequence[str], environ: Mapping[str, str]) -> None:
 
     Args:
         model: folder, hub name or demo.
-        extra: the user's flags for vLLM.
         environ: from `plugin_environment`.
 
     Raises:

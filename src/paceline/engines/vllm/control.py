@@ -306,7 +306,6 @@ async def change_policy(client: Any, workers: int | None, text: str | None) -> S
     """Put a policy in force in every worker, or in none of them.
 
     Args:
-        client: vLLM's.
         workers: number of those that must answer, None if it is unknown.
         text: the short form; "start": as the server began; None: neither cap nor count.
 

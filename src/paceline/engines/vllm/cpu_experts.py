@@ -31,7 +31,6 @@ class ExpertCost:
     Attributes:
         hidden: size of a token.
         width: of an expert in this process.
-        isa: vLLM's name of the kernel.
 
     >>> ExpertCost(512, 1024).skipping_pays(dropped=1000, assignments=8192)
     True

@@ -70,10 +70,8 @@ class WorkerRecording:
     """Recording of one worker, finished when it is stopped or the worker ends.
 
     Args:
-        model: with the layers.
         folder: of the trace; if several workers record, with the worker's number.
         content: counts, choices or scores.
-        name: of the model.
         ranks: number of workers that record, each into a folder of its own.
 
     Raises:
@@ -129,10 +127,6 @@ def recording_for(
     """Start a worker's recording; None without settings, or if another worker sees the same.
 
     Args:
-        model: with the layers.
-        settings: of the plugin.
-        name: of the model.
-        parallel: vLLM's configuration of parallelism.
         rank: of the worker within its data-parallel engine.
     """
     if settings.record is None or rank % parallel.tensor_parallel_size:

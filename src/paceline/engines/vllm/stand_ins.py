@@ -23,7 +23,6 @@ class StandIns:
     Args:
         layer: calibration of the layer.
         experts: global ids of the experts whose stand-ins this worker adds.
-        dtype: of the layer's computation.
     """
 
     def __init__(self, layer: LayerCalibration, experts: list[int], dtype: torch.dtype) -> None:
@@ -84,9 +83,7 @@ def load_stand_ins(folder: Path, runners: list[Any], config: Any) -> list[StandI
     """Load the stand-ins of all layers.
 
     Args:
-        folder: of the calibration.
         runners: vLLM's MoE runners, in order.
-        config: vLLM's.
 
     Raises:
         ValueError: if the calibration is of another model, or the parallel layout excludes

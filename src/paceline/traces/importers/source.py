@@ -36,8 +36,6 @@ class ImportOptions:
     """Facts about the model and the run behind a file that the file itself may not state.
 
     Attributes:
-        experts: routed experts per layer.
-        k: experts per token.
         layers: hidden layers of the model, dense ones included.
         world_size: how often every assignment was counted.
         physical: keep the engine's physical slots as experts instead of mapping them to logical
@@ -83,7 +81,6 @@ class Source:
     """A file or folder that importers look at; content is read when it is first asked for.
 
     Args:
-        path: of the file or folder.
         options: what the user says about it.
         where: name in messages; the path by default.
 
@@ -162,7 +159,7 @@ class Source:
 
     @property
     def looks_like_json(self) -> bool:
-        """Whether a text begins as a JSON object or list does."""
+        """Return True if a text begins like a JSON object or list."""
         return self.first_line.startswith(("{", "["))
 
     @cached_property

@@ -111,7 +111,6 @@ def from_choices(
     Args:
         source: file or folder; where its user gave k, the table must have it.
         ids: [layers, tokens, k] integers, -1 for none.
-        names: of the layers.
         program: that wrote the file, and its format.
         experts: per layer.
         starts: [batches + 1] first token of each batch, and the end.
@@ -119,7 +118,6 @@ def from_choices(
         weights: [layers, tokens, k] floats.
         scores_are_weights: gate scores of the chosen experts are the weights.
         facts: name -> [tokens], see `paceline.traces.chunk.FACTS`.
-        model: name.
         notes: on what was done so far.
 
     Raises:

@@ -77,7 +77,6 @@ class RankGroup:
             rows: [sum(sent), ...].
             sent: rows for each rank.
             received: rows from each rank.
-            where: for messages.
 
         Returns:
             [sum(received), ...].
@@ -100,7 +99,6 @@ class RankGroup:
 
         Args:
             rows: [rows, ...], the rest of the shape alike on all ranks.
-            where: for messages.
         """
         count = torch.tensor([rows.shape[0]], device=rows.device)
         counts = [torch.empty_like(count) for _ in range(self.size)]

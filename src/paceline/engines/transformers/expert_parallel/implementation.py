@@ -39,7 +39,6 @@ class ExpertParallel:
         placement: expert -> rank of the group.
         group: the ranks.
         shares_batch: whether all ranks hold the same tokens.
-        layer: name for messages.
 
     Attributes:
         rows_sent: rows that went to other ranks so far (dispatch only).

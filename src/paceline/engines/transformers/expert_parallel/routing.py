@@ -28,7 +28,7 @@ def decision_of(policy: CapacityPolicy, parallel: ExpertParallel) -> Decision:
     """Return how a rank decides: alone, for its share of the tokens, or together with all ranks.
 
     Ranks that share a batch decide alike, each for itself; so does a rank for requests, which are
-    its own. With a batch a rank, one sees a share of an expert's tokens and decides for that
+    its own. With one batch per rank, a rank sees a share of an expert's tokens and decides for that
     (pool="source"), or all decide together (pool="batch").
     """
     if parallel.shares_batch or not policy.caps or policy.pool == "request":
@@ -42,7 +42,6 @@ def route_on_rank(
     """Return this rank's assignment of its tokens; all ranks must call it alike.
 
     Args:
-        inputs: of this rank's tokens.
         policy: the same on all ranks.
         parallel: how the layer's experts are spread.
     """
@@ -138,8 +137,6 @@ def rows_of_rank(assignment: Assignment, rows: slice, inputs: RoutingInputs) -> 
 
     Args:
         assignment: over all ranks' tokens, of one pool.
-        rows: this rank's.
-        inputs: this rank's.
     """
     common = assignment.budget
     own = Assignment(

@@ -40,9 +40,6 @@ class AttachedLayer:
     """A MoE layer whose experts' forward is patched.
 
     Args:
-        modules: of the layer.
-        found: its probe.
-        num_experts: of the layer.
         index: of the layer among the model's MoE layers.
         state: that all layers share.
         placement: of the experts; None: every expert is a device of its own.

@@ -62,7 +62,6 @@ class RouterLinear:
     when it was found: where an adapter or a wrapper changes the router's output, that counts.
 
     Attributes:
-        modules: of the layer.
         router: that the layer had.
         holder: of the weight [classes, hidden]: the router, or its only part that has any.
         name: of the holder within the router; empty: it is the router.
@@ -133,7 +132,6 @@ class RouterObserver:
     """Keeps input and output of one layer's router, for the thread that runs it.
 
     Args:
-        modules: of the layer.
         state: that all layers share.
     """
 

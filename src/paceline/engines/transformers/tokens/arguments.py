@@ -63,7 +63,6 @@ def real_rows(mask: Any, batch: int, length: int, past: int | Tensor) -> Tensor:
     Args:
         mask: [batch, tokens so far] or [batch, 1, length, tokens so far].
         batch: rows of the tokens.
-        length: of each row.
         past: tokens that were cached before.
 
     Raises:

@@ -37,7 +37,6 @@ class ForwardContext:
     Args:
         arguments: of the forward, by name.
         config: of the model that runs, for its modality token ids.
-        labels: of tokens, from the user.
         generation: the `generate` that runs the forward, None outside one.
         counts_past: whether `past_length` is needed; a 4-d mask needs it anyway.
 
@@ -87,7 +86,6 @@ class ForwardContext:
         module may run it twice, on other tokens or under another mask.
 
         Args:
-            arguments: of the inner forward.
             config: of the inner module, None without one.
             module: a number of its own for each inner module that takes tokens; None: it takes
                 none, so that its arguments are all there is.
