@@ -1,4 +1,4 @@
-"""Write the table of modules in structure.md: `python docs/modules.py`."""
+"""Table of modules in structure.md: `python docs/modules.py` writes it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 PAGE = Path(__file__).with_name("structure.md")
 PACKAGE = PAGE.parents[1] / "src" / "paceline"
-HEADER = "## Modules\n\n| module | what it is for |\n|---|---|\n"
+HEADER = "## Modules\n\n| module | purpose |\n|---|---|\n"
 
 
 def table() -> str:
-    """One row a module: its path and the first paragraph of its docstring."""
+    """Return one row per module: its path and the first paragraph of its docstring."""
     rows = []
     for module in sorted(PACKAGE.rglob("*.py")):
         text = ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or ""
@@ -21,7 +21,7 @@ def table() -> str:
 
 
 def page() -> str:
-    """structure.md with the table as it should be."""
+    """Return structure.md with a current table."""
     return PAGE.read_text(encoding="utf-8").split(HEADER)[0] + HEADER + table()
 
 
