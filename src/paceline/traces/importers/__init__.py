@@ -1,1 +1,1 @@
-"""Routing that other programs wrote, one module a family of formats."""
+"""Routing that other programs wrote, one module per family of formats."""
