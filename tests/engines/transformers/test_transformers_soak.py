@@ -8,4 +8,4 @@ from soak import soak
 
 @pytest.mark.full
 def test_a_model_that_never_rests_follows_policies_that_were_in_force() -> None:
-    assert soak(forwards=250, seed=1)["forwards"] >= 250
+    assert soak(forwards=1000, seed=1)["forwards"] >= 1000
