@@ -25,7 +25,7 @@ from paceline.files import to_json, write_text
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
 from paceline.progress import Progress
-from paceline.reporting.sweep_table import sweep_table
+from paceline.reporting.quality_figures import sweep_table
 from paceline.shipped import SWEEP_FILE, TASK_FOLDER
 from paceline.stand_ins.calibration_file import Calibration
 

@@ -13,7 +13,7 @@ from typing import Any
 from page_tables import filled, main
 
 from paceline.evaluation.tables import table, with_error
-from paceline.reporting.sweep_table import factor
+from paceline.reporting.quality_figures import factor
 from paceline.text import percent, signed_percent, times
 
 HERE = Path(__file__).resolve().parent

@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 from paceline.cli.app import app
 from paceline.evaluation.results import read_sweep
 from paceline.evaluation.run import FACTORS, Axes, frontier
-from paceline.reporting.quality_figures import sweep_figure, sweep_words
-from paceline.reporting.sweep_table import sweep_table
+from paceline.reporting.quality_figures import sweep_figure, sweep_table, sweep_words
 
 SMALL = ["--tokens", "512", "--sequence-length", "64", "--batch-size", "4"]
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.files import to_json, write_text
-from paceline.reporting.figures import relative
-from paceline.reporting.load_map import load_map
+from paceline.reporting.figures import load_map, relative
 from paceline.reporting.pages import render
 from paceline.reporting.quality_figures import FLOOR, decode_words, scatter
 from paceline.reporting.style import load_colours

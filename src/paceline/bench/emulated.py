@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from paceline.bench.captured import capture
 from paceline.bench.timing import Spread, keep_freed_memory, ratios, turns
+from paceline.bench.workload import capture
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import route

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.bench.captured import capture
+from paceline.engines.transformers import attach
+from paceline.engines.transformers.layers.find import find_layers
+from paceline.facts import Facts
 from paceline.numbers import check_count
 from paceline.placement import ExpertPlacement
-from paceline.routing import RoutingInputs
+from paceline.routing import Assignment, RoutingInputs
 from paceline.traces import ImportOptions, open_trace
 from paceline.traces.chunk import joined
 
@@ -286,3 +288,49 @@ def token_rows(tokenizer: Any, texts: Iterable[str], tokens: int, length: int = 
     ids = [i for text in texts for i in tokenizer(text)["input_ids"]]
     count = -(-tokens // length) * length
     return torch.tensor((ids * -(-count // max(1, len(ids))))[:count]).view(-1, length)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One layer in one forward.
+
+    Attributes:
+        hidden: input of the experts, [tokens, hidden].
+        inputs: the model's choice, with all scores where the router's rule is known, the request
+            of each token (its row of the batch) and the device that it lives on.
+    """
+
+    name: str
+    router: nn.Module
+    experts: nn.Module
+    hidden: Tensor
+    inputs: RoutingInputs
+
+
+def capture(model: Any, ids: Tensor, devices: int = 1) -> list[Captured]:
+    """Run a model on [batch, length] token ids; row i of B lives on device i * devices // B.
+
+    Raises:
+        ValueError: if the model has no MoE layer, or one that can't be handled.
+    """
+    chosen: dict[str, RoutingInputs] = {}
+    hidden_of: dict[str, Tensor] = {}
+
+    def note(name: str, inputs: RoutingInputs, assignment: Assignment) -> None:
+        chosen[name] = inputs
+
+    def keep(
+        name: str, run: Callable[..., Tensor], hidden: Tensor, ids: Tensor, weights: Tensor
+    ) -> Tensor:
+        hidden_of[name] = hidden.reshape(-1, hidden.shape[-1]).clone()
+        return run(hidden, ids, weights)
+
+    with attach(model, None, devices, token_source="sequence") as pace:
+        pace.watch(note, Facts(scores=True, all_scores=True, request=True, source=True))
+        pace.replace_experts(keep)
+        with torch.no_grad():
+            model(input_ids=ids.to(model.device), use_cache=False)
+    return [
+        Captured(m.name, m.router, m.experts, hidden_of[m.name], chosen[m.name])
+        for m in find_layers(model)
+    ]

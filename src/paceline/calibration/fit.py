@@ -256,7 +256,7 @@ def fit_log(moments: Moments, x: Tensor, values: Tensor, weight: Tensor) -> tupl
     return constant, slope
 
 
-def none(hidden: int) -> StandInFit:
+def no_stand_in(hidden: int) -> StandInFit:
     """Return the fit of no stand-in: zeros for every input.
 
     >>> none(2)(torch.ones(1, 2)).tolist()

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.analysis.placement_search import PIECE_TOKENS, Shape, search_map
-from paceline.calibration import fit as fits
-from paceline.calibration.fit import Moments, StandInFit, fit, merged
+from paceline.calibration.fit import Moments, StandInFit, fit, fit_log, merged, no_stand_in
 from paceline.calibration.rows import CAPS, ExpertRows, Rows, drop_weights
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
@@ -80,14 +79,12 @@ def fit_layer(
             left[:, expert] += _by_text(_left(these, fit(rest, rank, ridge)), these, texts)
         # a stand-in that leaves more of rows it hasn't seen than dropping does is none
         if found.rank == 0 or left[:, expert].sum() >= energy[:, expert].sum():
-            left[:, expert], found = energy[:, expert], fits.none(hidden)
+            left[:, expert], found = energy[:, expert], no_stand_in(hidden)
         if len(seen.x):
             of_found = _left(seen, found)
             norm[expert] = _mean_norm(seen.y, seen.weight)
             residual[expert] = _mean_norm(of_found, seen.weight)
-            log[expert], slope[expert] = fits.fit_log(
-                whole, seen.x, of_found.norm(dim=1), seen.weight
-            )
+            log[expert], slope[expert] = fit_log(whole, seen.x, of_found.norm(dim=1), seen.weight)
         bias[expert], mean[expert], ranks[expert] = found.bias, found.mean, found.rank
         up[expert, :, : found.rank], down[expert, : found.rank] = found.up, found.down
         step()
@@ -121,7 +118,7 @@ def _expected(rows: Rows, rank: int, ridge: float, step: Callable[[], None]) -> 
         seen = rows.of(expert)
         whole = Moments.of(seen.x, seen.y, seen.weight)
         left = _left(seen, fit(whole, rank, ridge)).norm(dim=1)
-        constant, slope = fits.fit_log(whole, seen.x, left, seen.weight)
+        constant, slope = fit_log(whole, seen.x, left, seen.weight)
         chosen = rows.ids == expert
         norms = (constant + (seen.x.float() - whole.mean.float()) @ slope.float()).exp()
         own = torch.zeros(len(chosen)).masked_scatter(chosen.any(1), norms)

@@ -220,7 +220,7 @@ def _write(result: EvalResult | SweepResult, out: Path | None) -> str:
     from paceline.evaluation.tables import markdown
     from paceline.files import write_text
     from paceline.reporting.pages import sweep_page
-    from paceline.reporting.sweep_table import sweep_table
+    from paceline.reporting.quality_figures import sweep_table
 
     if isinstance(result, EvalResult):
         name, shown, page = "eval", markdown(result), None

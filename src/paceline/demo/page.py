@@ -14,8 +14,7 @@ from paceline.demo.settings import HEADLINE, KINDS, DemoSettings
 from paceline.evaluation.results import PerplexityChange
 from paceline.files import write_text
 from paceline.progress import Progress
-from paceline.reporting.figures import Figure, device_bars, peak_bars, relative
-from paceline.reporting.load_map import load_map
+from paceline.reporting.figures import Figure, device_bars, load_map, peak_bars, relative
 from paceline.reporting.pages import render
 from paceline.reporting.quality_figures import (
     FLOOR,

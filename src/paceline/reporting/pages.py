@@ -9,11 +9,9 @@ from typing import Any
 from paceline.analysis.results import CapStudy, PlanResult
 from paceline.analysis.verdict import IN_ORDER
 from paceline.files import write_text
-from paceline.reporting.figures import layer_peaks, relative
-from paceline.reporting.load_map import load_map
-from paceline.reporting.quality_figures import sweep_figure, sweep_values
+from paceline.reporting.figures import layer_peaks, load_map, relative
+from paceline.reporting.quality_figures import factor, families, sweep_figure, sweep_values
 from paceline.reporting.style import PAGE
-from paceline.reporting.sweep_table import factor, families
 from paceline.reporting.trace_figures import trace_figures
 from paceline.text import percent, signed_percent, times
 

@@ -9,8 +9,7 @@ from typing import Any
 from paceline.analysis.results import CapStudy, CapWay, PlanResult, loss
 from paceline.analysis.verdict import IN_ORDER, PLACED
 from paceline.files import atomic_file
-from paceline.reporting.figures import Figure, bars, layer_peaks, line, relative
-from paceline.reporting.load_map import load_map
+from paceline.reporting.figures import Figure, bars, layer_peaks, line, load_map, relative
 from paceline.reporting.style import ACCENT, AFTER, BEFORE, INK, axis, layout
 
 FORMATS = ("svg", "png")

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.engines import scoring
 from paceline.engines.rules import LayerTraits, check_policy, layer_rule, never_binding
+from paceline.engines.scoring import RULES, rule_named
 from paceline.engines.sharing import shares_budget, warn_of_sharing
 from paceline.engines.vllm.accelerator import DeviceCap
 from paceline.engines.vllm.cpu_experts import ExpertCost
@@ -194,7 +194,7 @@ class CappedLayer:
         scores = None
         if self._scoring is not None:
             chosen = self._router.logical_ids if self._replicated else ids
-            table = scoring.RULES[self._scoring](logits.float())
+            table = RULES[self._scoring](logits.float())
             scores = table.gather(1, chosen.long().clamp(0, table.shape[1] - 1))
         padding = padding_of_forward()
         valid = None if padding is None else ~padding
@@ -270,7 +270,7 @@ class CappedLayer:
             facts = Facts.union(facts, *(needed for _, needed in self.watchers))
         given: dict[str, Any] = {}
         if facts.scores and self._scoring is not None:
-            scores = scoring.RULES[self._scoring](logits.float())
+            scores = RULES[self._scoring](logits.float())
             if self._replicated:
                 given["topk_scores"] = scores.gather(1, self._router.logical_ids.long())
             else:
@@ -345,4 +345,4 @@ def _scoring_rule(router: Any) -> str | None:
     """
     if getattr(router, "custom_routing_function", None) is not None:
         return None
-    return scoring.rule_named(getattr(router, "scoring_func", None))
+    return rule_named(getattr(router, "scoring_func", None))
