@@ -16,7 +16,7 @@ from paceline.calibration.fit import (
     StandInFit,
     fit,
     merged,
-    none,
+    no_stand_in,
 )
 
 
@@ -109,7 +109,7 @@ def test_rows_that_say_nothing_give_no_stand_in() -> None:
         assert fitted(same, other, 4, 0.1).rank == 0
         assert fitted(other, same, 4, 0.1).rank == 0
     assert fitted(torch.empty(0, 4), torch.empty(0, 4), 4, 0.1).rank == 0
-    assert none(4)(torch.ones(3, 4)).abs().max() == 0
+    assert no_stand_in(4)(torch.ones(3, 4)).abs().max() == 0
 
 
 def test_rows_that_are_not_finite_are_left_out() -> None:

@@ -194,7 +194,7 @@ def fit(moments: Moments, rank: int, ridge: float) -> StandInFit:
     hidden = len(moments.mean)
     rank = min(rank, moments.rows // ROWS_PER_RANK, hidden)
     if rank == 0 or _constant(float(moments.xx.trace()), moments.mean, moments.weight):
-        return none(hidden)
+        return no_stand_in(hidden)
     penalized = moments.xx.clone()
     penalized.diagonal().add_(ridge * float(moments.xx.trace()) / hidden)
     factor = torch.linalg.cholesky(penalized)
@@ -212,7 +212,7 @@ def fit(moments: Moments, rank: int, ridge: float) -> StandInFit:
     floor = max(float(energy[-1]) * _SMALLEST, _floor(moments.bias, moments.weight, moments.yy))
     up = block @ turn[:, -rank:][:, energy[-rank:] > floor]
     if up.shape[1] == 0:  # equal outputs depend on nothing
-        return none(hidden)
+        return no_stand_in(hidden)
     down = torch.cholesky_solve(moments.xy @ up, factor).T
     variance, axes = torch.linalg.eigh(down @ moments.xx @ down.T / moments.weight)
     scale = variance.clamp(min=float(variance[-1]) * _SMALLEST).sqrt()
@@ -259,7 +259,7 @@ def fit_log(moments: Moments, x: Tensor, values: Tensor, weight: Tensor) -> tupl
 def no_stand_in(hidden: int) -> StandInFit:
     """Return the fit of no stand-in: zeros for every input.
 
-    >>> none(2)(torch.ones(1, 2)).tolist()
+    >>> no_stand_in(2)(torch.ones(1, 2)).tolist()
     [[0.0, 0.0]]
     """
     zeros = torch.zeros(hidden, dtype=torch.float64)
