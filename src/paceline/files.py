@@ -81,6 +81,25 @@ def atomic_file(path: Path, *, private: bool = True) -> Iterator[Path]:
         raise
 
 
+def try_file(path: Path) -> None:
+    """Check that `atomic_file` could write a file, with an empty one that is removed at once.
+
+    Raises:
+        OSError: if its folder is missing or can't be written.
+        ValueError: if there is a folder or a device of that name; "it is ...", without the path.
+    """
+    if path.is_dir():
+        raise ValueError("it is a folder")
+    if path.exists() and not path.is_file():  # replacing a device such as /dev/null would remove it
+        raise ValueError("it is no plain file")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {path.parent}")
+    handle, name = tempfile.mkstemp(dir=folder, prefix=f".{path.name}.", suffix=".part")
+    os.close(handle)
+    os.unlink(name)
+
+
 def write_text(path: Path, text: str, *, private: bool) -> None:
     """Replace `path` by `text`, as `atomic_file` does.
 

@@ -23,7 +23,7 @@ def _result(peak: float, after: float, *, capped: int = 5, narrowed: int = 0, **
     )
     values = {
         "devices": 8, "policy": None, "mode": "observe", "degenerate": [], "min_expert_load": 8.0,
-        "tokens_an_expert": 3.25,
+        "tokens_an_expert": 3.25, "tokens_by_text": {"a": 200, "b": 60}, "batches": 5,
     }  # fmt: skip
     return SimpleNamespace(overall=overall, **values | more)
 
@@ -50,7 +50,7 @@ def test_policy_enforced_in_shadow_and_idle() -> None:
 def test_a_cap_that_never_applied_says_from_where_it_would() -> None:
     line = verdict(_result(1.5, 1.5, capped=0, **CAP))[1]
     assert "from a mean of 8 tokens per expert (min_expert_load)" in line
-    assert "a batch here has 3.25" in line
+    assert "here batches of about 128 tokens; a batch here has 3.25" in line
     assert (
         "no capacity_factor" in verdict(_result(1.5, 1.5, capped=0, min_expert_load=None, **CAP))[1]
     )

@@ -107,14 +107,14 @@ RUNS: dict[str, tuple[Callable[[Path], None], Check, tuple[str, ...]]] = {
     "loads": (old_page, each_is_old_or_new, ("loads", "law", "--html", "page.html")),
     "plan": (
         old_plan, each_is_old_or_new,
-        ("plan", "law", "--place-only", "--devices", "8", "--out", "plan.toml"),
+        ("plan", "law", "--place-only", "--devices", "8", "--out", "plan.toml", "--force"),
     ),
     "reorder": (
         a_plan, whole_or_missing("out"), ("reorder", "demo", "--plan", "plan.toml", "--out", "out"),
     ),
     "tune": (
         old_calibration, the_calibration_is_old_or_new,
-        ("tune", "demo", *SMALL, "--rank", "1", "--out", "calibrated"),
+        ("tune", "demo", *SMALL, "--rank", "1", "--out", "calibrated", "--force"),
     ),
     "record": (
         nothing, the_trace_is_a_beginning, ("record", "demo", *SMALL, "--out", "trace"),

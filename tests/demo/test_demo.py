@@ -160,7 +160,7 @@ def test_the_terminal_shows_it_in_80_columns(
     longest = max((entry.label for entry in ENTRIES), key=len)
     rows[HEADLINE]["label"] = longest
     rows[HEADLINE]["one_domain"]["perplexity_change"]["mean"] = 0.9444
-    _show(DemoResult(**results), Path("paceline-demo"))
+    _show(DemoResult(**results))
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
     assert longest in shown

@@ -236,7 +236,7 @@ def test_what_was_computed_is_of_these_weights_and_this_policy(
     demo: tuple[Any, Any], tmp_path: Path
 ) -> None:
     arguments = ["demo", "--text", "prose", *SMALL, "--compositions", "one_text"]
-    out = ["--out", str(tmp_path)]
+    out = ["--out", str(tmp_path), "--force"]
     first = _eval(*arguments, "--policy", CAP, *out)
     assert first["batches"] == {"computed": 4, "found": 0}
     assert _eval(*arguments, "--policy", CAP, *out)["batches"] == {"computed": 0, "found": 4}

@@ -14,7 +14,7 @@ from paceline.analysis.results import (
     loss_unit,
 )
 from paceline.balance import straggler_loss
-from paceline.text import percent, times
+from paceline.text import capped_nothing, percent, times
 from paceline.traces.results import RepeatedRows, TraceLoads
 
 IN_ORDER, PLACED = "in order", "placed"
@@ -111,16 +111,9 @@ def _policy_effect(result: ModelLoads, peak: float, degenerate: bool) -> str:
 
 def _never_applied(result: ModelLoads) -> str:
     """Say why a policy that may cap never did."""
-    least, here = result.min_expert_load, result.tokens_an_expert
-    if least is None:
-        return "The policy capped nothing: it has no capacity_factor."
-    rule = f"a mean of {least:g} tokens per expert (min_expert_load)"
-    if "capacity_factor" not in (result.policy or ""):
-        return (
-            f"The policy capped nothing: max_active applies below {rule}; a batch here has "
-            f"{here:.3g}, or no device has more active experts."
-        )
-    return f"The policy capped nothing: its cap applies from {rule}; a batch here has {here:.3g}."
+    tokens = sum(result.tokens_by_text.values()) / max(1, result.batches)
+    has_factor = "capacity_factor" in (result.policy or "")
+    return capped_nothing(result.min_expert_load, result.tokens_an_expert or 0, tokens, has_factor)
 
 
 # Loads of recorded traffic: a result of `trace_loads`.

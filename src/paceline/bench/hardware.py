@@ -19,7 +19,6 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from scipy.optimize import nnls
 from torch import Tensor, nn
 
 from paceline.analysis.cost import LayerShape, device_seconds, padded_rows
-from paceline.analysis.hardware import Hardware, save_hardware
+from paceline.analysis.hardware import Hardware
 from paceline.bench.workload import Shape, build_experts
 from paceline.progress import Progress
 from paceline.system_info import system_info
@@ -237,7 +236,6 @@ def fit(
 
 
 def fit_this_machine(
-    out: Path | None = None,
     link: float | None = None,
     rounds: int = 7,
     threads: int = 1,
@@ -246,7 +244,6 @@ def fit_this_machine(
     """Time experts on this machine and fit the cost model's device to them.
 
     Args:
-        out: file to write, read again by `hardware_of`.
         link: bytes/s to other devices, which is not measured.
         rounds: runs of every case; the fastest counts.
         threads: of one device, on a CPU.
@@ -290,8 +287,6 @@ def fit_this_machine(
         "threads": threads,
         **system_info(),
     }
-    if out is not None:
-        save_hardware(found.hardware, out, more)
     return {"hardware": asdict(found.hardware), **more}
 
 

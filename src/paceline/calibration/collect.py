@@ -52,6 +52,7 @@ def calibrate(
     sampling: Sampling | None = None,
     memory: int = MEMORY,
     unfinished: Path | None = None,
+    started: Callable[[Unfinished, int], None] | None = None,
     progress: Progress | None = None,
 ) -> Calibration:
     """Learn stand-ins of a model's experts, their loads and mean norms from texts.
@@ -68,6 +69,7 @@ def calibrate(
         memory: bytes for layers' inputs; with less, the texts are run more often.
         unfinished: folder of finished layers, from which an interrupted run of the same model,
             texts and settings continues.
+        started: called before the work with these and how many of them there are; may raise.
         progress: called after every expert and every batch.
 
     Raises:
@@ -104,6 +106,8 @@ def calibrate(
             settings = (type(model).__name__, identity, dict(tokens), rank, devices, policies)
             kept = Unfinished(unfinished, settings, [batch.ids for batch in batches], calibration)
         found = {} if kept is None else kept.found(len(identity))
+        if kept is not None and started is not None:
+            started(kept, len(found))
         experts = [layer.num_experts for layer in identity]
         done, total = (TIMES * sum(some) for some in ([experts[i] for i in found], experts))
 
@@ -254,7 +258,8 @@ class Unfinished:
         """Write a layer atomically."""
         self._calibration(layer).save(self._folder / str(index))
 
-
-def remove(folder: Path) -> None:
-    """Remove the finished layers of interrupted runs."""
-    shutil.rmtree(folder, ignore_errors=True)
+    def remove(self) -> None:
+        """Remove the finished layers of this run; those of other runs stay."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        with suppress(OSError):  # others are in it
+            self._folder.parent.rmdir()

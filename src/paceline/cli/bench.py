@@ -15,13 +15,22 @@ import typer
 from paceline.cli import options
 from paceline.cli.output import (
     check_at_least,
+    check_new,
     check_writable,
     command_line,
     emit,
     guarded,
     progress,
+    writing,
 )
-from paceline.cli.sources import DEVICES, load, plan_files, plan_from_options, quiet, read_texts
+from paceline.cli.sources import (
+    load,
+    most_devices,
+    plan_files,
+    plan_from_options,
+    quiet,
+    read_texts,
+)
 
 if TYPE_CHECKING:
     from paceline.bench.run import Results
@@ -71,6 +80,7 @@ def bench_layer_verb(
     rounds: Rounds = 5,
     out: Out = None,
     html: options.Html = None,
+    force: options.Force = False,
     json: options.AsJson = False,
 ) -> None:
     """Time one MoE layer: gate, route, dispatch, experts and combine.
@@ -93,12 +103,13 @@ def bench_layer_verb(
         raise ValueError("--model and --trace both name a routing: give one of them.")
     if text and model is None:
         raise ValueError("--text needs --model, which it runs through.")
-    check_writable(out, html)
+    check_new(force, out=out)
+    check_writable(out=out, html=html)
     chosen = plan_from_options(devices, placement, plan)
     loaded = ids = None
     if model is not None:
         ranks = int(os.environ.get("WORLD_SIZE", 0))
-        loaded, ids = _model_and_text(model, text, tokens * (ranks or _most_devices(chosen)))
+        loaded, ids = _model_and_text(model, text, tokens * (ranks or most_devices(chosen)))
     policies = policy or ([] if chosen.policies else _LAYER_POLICIES)
     with _ticking(rounds * (len(policies) + 1 + bool(chosen.policies))) as tick:
         results = bench_layer(
@@ -140,6 +151,7 @@ def bench_model_verb(
     rounds: Rounds = 5,
     out: Out = None,
     html: options.Html = None,
+    force: options.Force = False,
     json: options.AsJson = False,
 ) -> None:
     """Time a whole model: time to first token, tokens per second.
@@ -154,7 +166,8 @@ def bench_model_verb(
     from paceline.bench.run import bench_model
 
     quiet()
-    check_writable(out, html)
+    check_new(force, out=out)
+    check_writable(out=out, html=html)
     chosen = plan_from_options(devices, placement, plan)
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if model.split(":")[0] == "random":
@@ -199,11 +212,6 @@ def _model_and_text(
     return loaded, token_rows(tokenizer, texts.values(), tokens, length)
 
 
-def _most_devices(plan: Any) -> int:
-    counts = [p if isinstance(p, int) else p.num_devices for p in plan.placements]
-    return max(counts, default=DEVICES)
-
-
 @contextmanager
 def _ticking(total: int) -> Iterator[Callable[[], None]]:
     """Show progress on rank 0; yield a function to call after each step."""
@@ -223,10 +231,11 @@ def _finish(results: Results, out: Path | None, html: Path | None, as_json: bool
     results.command = command_line()
     results.seconds = None
     emit(results, as_json, show)
-    if out is not None:
-        write_text(out, to_json(results.to_dict()), private=False)
-    if html is not None:
-        write_text(html, bench_page(results), private=False)
+    with writing() as write:
+        if out is not None:
+            write("out", out, lambda: write_text(out, to_json(results.to_dict()), private=False))
+        if html is not None:
+            write("html", html, lambda: write_text(html, bench_page(results), private=False))
 
 
 @bench.command("hardware")
@@ -236,6 +245,7 @@ def bench_hardware_verb(
     link: options.Link = None,
     rounds: Rounds = 7,
     threads: Annotated[int, typer.Option(help="Threads on a CPU: those of one device.")] = 1,
+    force: options.Force = False,
     json: options.AsJson = False,
 ) -> None:
     """Fit the cost model of paceline plan to this machine, and judge it on shapes it hasn't seen.
@@ -252,13 +262,20 @@ def bench_hardware_verb(
     check_at_least(1, threads=threads)
     if link is not None and not link > 0:
         raise ValueError(f"--link must be above 0, got {link}.")
-    check_writable(out)
+    check_new(force, out=out)
+    check_writable(out=out)
 
+    from paceline.analysis.hardware import Hardware, save_hardware
     from paceline.bench.hardware import fit_this_machine
     from paceline.bench.show import show_fit
 
     with progress() as tell:
-        result = fit_this_machine(out, None if link is None else link * 1e9, rounds, threads, tell)
+        result = fit_this_machine(None if link is None else link * 1e9, rounds, threads, tell)
     emit(result, json, show_fit)
-    if out is not None and not json:
-        typer.echo(f"Written: {out}")
+    if out is None:
+        return
+    fitted = Hardware(**result["hardware"])
+    more = {name: value for name, value in result.items() if name != "hardware"}
+    with writing() as write:
+        if write("out", out, lambda: save_hardware(fitted, out, more)) and not json:
+            typer.echo(f"Written: {out}")

@@ -9,6 +9,7 @@ import typer
 
 from paceline.cli import options
 from paceline.cli.output import (
+    check_folder,
     command_line,
     console,
     emit,
@@ -16,6 +17,7 @@ from paceline.cli.output import (
     print_lines,
     print_table,
     progress,
+    writing,
 )
 from paceline.cli.sources import quiet
 
@@ -45,21 +47,22 @@ def demo(
       paceline demo --out /tmp/demo
       paceline demo --quick
     """
-    from paceline.demo.page import write_demo
+    check_folder(out=out)
+    from paceline.demo.page import run_with_findings, save_demo
     from paceline.demo.settings import DemoSettings
 
     quiet()
     with progress() as tell:
-        result = write_demo(
-            out,
-            settings=DemoSettings.quick() if quick else DemoSettings(),
-            progress=tell,
-            command=command_line(),
-        )
-    emit(result, json, lambda found: _show(found, out))
+        settings = DemoSettings.quick() if quick else DemoSettings()
+        result = run_with_findings(settings, tell, command_line())
+    with writing() as write:
+        written = write("out", out, lambda: save_demo(result, out))
+        emit(result, json, _show)
+        if written and not json:
+            typer.echo(f"Page: {out / 'index.html'}")
 
 
-def _show(result: DemoResult, out: Path) -> None:
+def _show(result: DemoResult) -> None:
     from paceline.demo.settings import KINDS
     from paceline.text import percent, signed_percent, times
 
@@ -80,4 +83,3 @@ def _show(result: DemoResult, out: Path) -> None:
                 for row, part in ((each, each.part(kind)) for each in result.policies)
             ],
         )
-    typer.echo(f"Page: {out / 'index.html'}")

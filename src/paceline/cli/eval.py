@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,15 +19,19 @@ from paceline.cli.output import (
     emit,
     guarded,
     progress,
+    writing,
 )
-from paceline.cli.sources import load, plan_from_options, read_texts, with_devices
-from paceline.shipped import DEMO, TASK_FOLDER
+from paceline.cli.sources import load, most_devices, plan_from_options, read_texts, with_devices
+from paceline.shipped import TASK_FOLDER
 
 if TYPE_CHECKING:
-    from paceline.evaluation.results import EvalResult, SweepResult
+    from paceline.evaluation.results import EvalResult, PointByText, SweepResult
     from paceline.plan import Plan
 
 COMPOSITIONS = ("one_text", "mixed", "solo")
+EVAL_FILE, SWEEP_FILE = "eval.json", "sweep.json"
+POINT = ("unit", "keep", "expand", "compensate", "capacity_factor")
+"""Fields of a policy of the grid."""
 
 
 @guarded
@@ -90,6 +96,7 @@ def evaluate(
     ] = None,
     dtype: options.DType = options.DTypeName.auto,
     trust_remote_code: options.TrustRemoteCode = False,
+    force: options.Force = False,
     json: options.AsJson = False,
 ) -> None:
     """Judge policies by texts and tasks against no policy, on the same samples, in one run.
@@ -115,9 +122,10 @@ def evaluate(
     from paceline.evaluation.run import Axes, Job, sweep
     from paceline.evaluation.run import evaluate as judge
     from paceline.evaluation.subject import Subject
+    from paceline.files import write_text
     from paceline.stand_ins.calibration_file import Calibration
 
-    check_folder(out)
+    check_folder(out=out)
     check_at_least(1, limit=limit, batch_size=batch_size)
     check_at_least(0, num_fewshot=num_fewshot)
     places = with_devices(plan_from_options(devices, placement, plan))
@@ -135,6 +143,9 @@ def evaluate(
 
     sampling = Sampling(tokens, batch_size, sequence_length)
     texts = read_texts(text or [], model) if text or not names else {}
+    if out is not None and not force:
+        points = [each for each, _ in axes.policies()] if axes is not None else None
+        _check_earlier(out, _of_run(model, places, points, policies, texts, names))
     fitted = None if calibration is None else Calibration.load(calibration)
     chosen = None
     if names:
@@ -143,8 +154,7 @@ def evaluate(
         os.environ.setdefault("TQDM_DISABLE", "1")  # no bars of the harness beside ours
         from paceline.evaluation.tasks import load_tasks
 
-        own = [TASK_FOLDER] if model == DEMO else []
-        chosen = load_tasks(names, [*own, *(include_path or [])], num_fewshot)
+        chosen = load_tasks(names, [TASK_FOLDER, *(include_path or [])], num_fewshot)
     network, tokenizer = load(model, dtype.value, trust_remote_code)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
@@ -159,8 +169,13 @@ def evaluate(
             job = Job(texts, sampling, ways, chosen, limit, batch_size)
             result = judge(subject, job, out=out, progress=tell)
     result.model, result.command = model, command_line()
-    shown = _write(result, out)
-    emit(result, json, lambda _: typer.echo(shown, nl=False))
+    shown, files = _files(result)
+    with writing() as write:
+        if out is not None:
+            for name, content in files.items():
+                save = partial(write_text, out / name, content, private=True)
+                write("out", out / name, save)
+        emit(result, json, lambda _: typer.echo(shown, nl=False))
 
 
 # -- options ---------------------------------------------------------------------------------------
@@ -214,24 +229,98 @@ def _refuse(reason: str, **options: Any) -> None:
 # -- results ---------------------------------------------------------------------------------------
 
 
-def _write(result: EvalResult | SweepResult, out: Path | None) -> str:
-    """Write results into a folder, and return them as Markdown."""
+def _files(result: EvalResult | SweepResult) -> tuple[str, dict[str, str]]:
+    """Return a result as Markdown, and the content of its files by name."""
     from paceline.evaluation.results import EvalResult
-    from paceline.evaluation.tables import markdown
-    from paceline.files import write_text
+    from paceline.evaluation.tables import idle_lines, markdown
     from paceline.reporting.pages import sweep_page
     from paceline.reporting.quality_figures import sweep_table
 
     if isinstance(result, EvalResult):
-        name, shown, page = "eval", markdown(result), None
+        shown = markdown(result)
         if found := result.batches["found"]:
             typer.echo(f"{found} batches had been computed before", err=True)
+        return shown, {EVAL_FILE: result.to_json(), "eval.md": shown}
+    swept = result.to_dict()
+    idle = idle_lines((_name(point), point.capped_nothing) for point in result.points)
+    shown = sweep_table(swept) + "".join(f"{line}\n" for line in idle)
+    files = {SWEEP_FILE: result.to_json(), "sweep.md": shown, "sweep.html": sweep_page(swept)}
+    return shown, files
+
+
+def _name(point: PointByText) -> str:
+    from paceline.policy import CapacityPolicy
+
+    return str(CapacityPolicy(**{name: getattr(point, name) for name in POINT}))
+
+
+# -- earlier results -------------------------------------------------------------------------------
+
+
+Made = dict[str, set[str]]
+"""What a result is of, by kind."""
+
+
+def _of_run(
+    model: str,
+    places: Plan,
+    points: list[dict[str, Any]] | None,
+    policies: Iterable[Any],
+    texts: Iterable[str],
+    tasks: Iterable[str],
+) -> tuple[str, Made]:
+    """Return the file that a run will write, and what its result will be of."""
+    if points is not None:
+        name, found = SWEEP_FILE, [_point(each) for each in points]
     else:
-        swept = result.to_dict()
-        name, shown, page = "sweep", sweep_table(swept), sweep_page(swept)
-    if out is not None:
-        write_text(out / f"{name}.json", result.to_json(), private=True)
-        write_text(out / f"{name}.md", shown, private=True)
-        if page is not None:
-            write_text(out / f"{name}.html", page, private=True)
-    return shown
+        name, found = EVAL_FILE, [str(each) for each in policies]
+        own = [str(each) for each in places.policies]
+        found += [own[0] if len(own) == 1 else str(own)] if own else []
+    return name, {
+        "model": {model},
+        "number of devices": {str(most_devices(places))},
+        "policy": set(found),
+        "text": set(texts),
+        "task": set(tasks),
+    }
+
+
+def _of_file(result: Mapping[str, Any]) -> Made:
+    """Return what the content of eval.json or sweep.json is of."""
+    subject, texts = result["subject"], result.get("texts") or {}
+    named = [each["policy"] for each in subject["policies"] if each["policy"] is not None]
+    return {
+        "model": {result["model"]},
+        "number of devices": {str(subject["devices"])},
+        "policy": {*map(str, named), *map(_point, result.get("points", ()))},
+        "text": {*result.get("tokens_by_text", texts.get("tokens_by_text", {}))},
+        "task": {*(result.get("tasks") or {"tasks": ()})["tasks"]},
+    }
+
+
+def _point(fields: Mapping[str, Any]) -> str:
+    return str([fields[name] for name in POINT])
+
+
+def _check_earlier(out: Path, run: tuple[str, Made]) -> None:
+    """Check that a run has all that the result in its folder has, so that nothing is lost.
+
+    Raises:
+        ValueError: naming what the earlier result is of.
+    """
+    import json
+
+    from paceline.files import MOST_TEXT, read_plain
+
+    name, new = run
+    path = out / name
+    if not path.exists():
+        return
+    ending = "give another, or --force to replace it."
+    try:
+        old = _of_file(json.loads(read_plain(path, MOST_TEXT)))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise ValueError(f"--out {out} holds {name} of something else: {ending}") from None
+    for kind, values in old.items():
+        if lost := sorted(values - new[kind]):
+            raise ValueError(f"--out {out} holds {name} of another {kind}, {lost[0]}: {ending}")

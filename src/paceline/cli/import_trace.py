@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from paceline.cli import options
-from paceline.cli.output import emit, guarded, progress
+from paceline.cli.output import check_trace, emit, guarded, progress
 from paceline.cli.sources import read_trace
 from paceline.cli.trace_loads import count_of
 
@@ -46,6 +46,7 @@ def import_trace(
       paceline import expert_distribution_recorder_1764456001.0_0.pt --out trace
       paceline import expert_scores/law --experts 64 --k 6 --out trace
     """
+    check_trace(out)
     from paceline.traces import save_trace
     from paceline.traces.merge import merged
 

@@ -13,6 +13,7 @@ import typer
 from paceline.cli import options, trace_loads
 from paceline.cli.output import (
     check_at_least,
+    check_folder,
     check_writable,
     emit,
     guarded,
@@ -20,6 +21,7 @@ from paceline.cli.output import (
     print_table,
     progress,
     run_facts,
+    writing,
 )
 from paceline.cli.record import record_batches
 from paceline.cli.sources import load, plan_files, plan_from_options, read_texts, read_trace
@@ -107,7 +109,8 @@ def loads(
     from paceline.traces import is_trace, open_trace
 
     check_at_least(1, devices=devices)
-    check_writable(html)
+    check_writable(html=html)
+    check_folder(figures=figures)
     policies, plans, placements = policy or [], plan or [], placement or []
     facts: dict[str, Any] = {
         "experts": experts, "k": k, "layers": layers, "model_config": model_config,
@@ -149,11 +152,14 @@ def loads(
         verdict = model_verdict(found)
         files = plan_files(next(iter(placements), None), next(iter(plans), None))
         more = {"model": source, "verdict": verdict, **run_facts(), **files}
+        emit(found, json, lambda result: _show(result, verdict), **more)
         if html is not None:
             from paceline.reporting.pages import loads_page, write_page
 
-            write_page(loads_page(found.to_dict() | more), html)
-        return emit(found, json, lambda result: _show(result, verdict), **more)
+            with writing() as write:
+                page = loads_page(found.to_dict() | more)
+                write("html", html, lambda: write_page(page, html))
+        return None
     _refuse("a model, not a trace", shadow=shadow)
     planned = trace_loads.read_planned(source)
     if planned is not None or any(each is not None for each in (html, figures, judge, hardware,

@@ -65,31 +65,110 @@ def guarded(verb: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def check_writable(*files: Path | None) -> None:
-    """Check before a long run that its results can be written.
+def check_writable(**files: Path | None) -> None:
+    """Check before the work that the files of options can be written.
 
     Raises:
-        ValueError: naming the file, and why it can't be written.
+        ValueError: naming the option and the file, and why it can't be written.
     """
-    for file in files:
-        if file is None:
+    from paceline.files import try_file
+
+    for option, file in files.items():
+        if file is not None:
+            with _named(option, file):
+                try_file(file)
+
+
+def check_folder(*, parents: bool = True, **folders: Path | None) -> None:
+    """Check before the work that options can be folders to write into.
+
+    Args:
+        parents: True if missing folders above are made too.
+
+    Raises:
+        ValueError: naming the option and the folder, and why it can't be written.
+    """
+    from paceline.files import try_file
+
+    for option, folder in folders.items():
+        if folder is None:
             continue
-        if not file.absolute().parent.is_dir():
-            raise ValueError(f"{file} can't be written: there is no folder {file.parent}.")
-        if file.is_dir():
-            raise ValueError(f"{file} can't be written: it is a folder.")
-        if not os.access(file.absolute().parent, os.W_OK):
-            raise ValueError(f"{file} can't be written: permission denied for its folder.")
+        with _named(option, folder):
+            there = folder.absolute()
+            if there.exists() and not there.is_dir():
+                raise _BadOption(f"--{option} must be a folder, got the file {folder}.")
+            while parents and not there.exists():
+                there = there.parent
+            if there.is_file():
+                raise ValueError(f"{there} is a file")
+            if there.is_dir():
+                try_file(there / folder.name[:200])  # a name that the file system takes
+            else:
+                try_file(there)
 
 
-def check_folder(out: Path | None) -> None:
-    """Check that `--out` can be a folder.
+def check_new(force: bool, **paths: Path | None) -> None:
+    """Check that options replace no earlier result, unless by --force.
 
     Raises:
-        ValueError: if it is a file.
+        ValueError: naming the option and the file that is there.
     """
-    if out is not None and out.exists() and not out.is_dir():
-        raise ValueError(f"--out must be a folder, got the file {out}.")
+    for option, path in paths.items():
+        if path is not None and not force and os.path.lexists(path):
+            raise ValueError(f"--{option} {path} exists: give another, or --force to replace it.")
+
+
+def check_trace(out: Path) -> None:
+    """Check before the work that --out can be a new trace, whose folder may be there but empty.
+
+    Raises:
+        ValueError: if it has files, or can't be written.
+    """
+    check_folder(parents=False, out=out)
+    if out.is_dir() and any(out.iterdir()):
+        raise ValueError(f"--out {out} is not empty: a trace goes into a new folder.")
+
+
+class _BadOption(ValueError):
+    """An error that names its option already."""
+
+
+@contextmanager
+def _named(option: str, path: Path) -> Iterator[None]:
+    """Name the option in what is raised because a path can't be written."""
+    try:
+        yield
+    except _BadOption:
+        raise
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ValueError(f"--{option} {path} can't be written: {reason}.") from None
+
+
+@contextmanager
+def writing() -> Iterator[Callable[[str, Path, Callable[[], object]], bool]]:
+    """Yield a function that writes a result and returns True, or False if it can't.
+
+    It takes the option, its path and what writes it. The first error is raised when the block ends,
+    so that what was computed is printed even when the disk is full.
+
+    Raises:
+        ValueError: naming the option and the path.
+    """
+    failed: list[ValueError | ImportError] = []
+
+    def write(option: str, path: Path, work: Callable[[], object]) -> bool:
+        try:
+            with _named(option, path):
+                work()
+        except (ValueError, ImportError) as error:
+            failed.append(error)
+            return False
+        return True
+
+    yield write
+    if failed:
+        raise failed[0]
 
 
 def check_at_least(least: int, **options: int | None) -> None:

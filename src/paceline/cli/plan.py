@@ -11,6 +11,8 @@ import typer
 from paceline.cli import options
 from paceline.cli.output import (
     check_at_least,
+    check_folder,
+    check_new,
     check_writable,
     console,
     emit,
@@ -18,6 +20,7 @@ from paceline.cli.output import (
     print_lines,
     print_table,
     progress,
+    writing,
 )
 from paceline.cli.sources import DEVICES, read_trace
 
@@ -82,6 +85,7 @@ def plan(
     layers: options.Layers = None,
     world_size: options.WorldSize = None,
     physical: options.Physical = False,
+    force: options.Force = False,
     json: options.AsJson = False,
 ) -> None:
     """Decide from a trace whether to place experts, cap loads, do both, or do nothing.
@@ -104,14 +108,19 @@ def plan(
       paceline plan sample:esft_v2lite_law --place-only --out plan.toml
       paceline plan trace --place-only --replicas 8 --model-config model --maps maps
     """
-    from paceline.analysis.expert_map import write_maps
+    from paceline.analysis.expert_map import FORMS, write_maps
     from paceline.analysis.hardware import BYTES
     from paceline.analysis.placing import PlacementSpec, layer_plan, place, plan_maps
     from paceline.analysis.planner import make_plan
     from paceline.model_config import read_model_config
 
     check_at_least(1, devices=devices)
-    check_writable(out, maps if maps is None or not maps.is_dir() else None)
+    check_new(force, out=out)
+    check_writable(out=out)
+    check_folder(parents=False, maps=maps)
+    if maps is not None:
+        for name, _ in FORMS.values():
+            check_new(force, maps=maps / name)
     if precision is not None and precision not in BYTES:
         raise ValueError(f"--precision must be one of {', '.join(BYTES)}, got {precision}.")
     if model_config is not None:
@@ -151,17 +160,22 @@ def plan(
         else:
             made, decided = make_plan(source, goal, other, batch_tokens, tell)
             found = plan_maps(made, source)
-    if out is not None:
-        made.save(out)
-    if maps is not None:
+
+    def save_maps(folder: Path) -> None:
         names = [layer.name for layer in source.header.layers]
-        more["maps"] = [str(path) for path in write_maps(found, names, layers, maps)]
-    if goal is None:
-        emit(placed, json, lambda result: _show_placement(result, more), **more)
-    else:
-        emit(decided, json, _show, **more)
-    if not json:
-        print_lines([], [more["plan"], *more.get("maps", [])])
+        more["maps"] = [str(path) for path in write_maps(found, names, layers, folder)]
+
+    with writing() as write:
+        if out is not None and not write("out", out, lambda: made.save(out)):
+            more["plan"] = None
+        if maps is not None:
+            write("maps", maps, lambda: save_maps(maps))
+        if goal is None:
+            emit(placed, json, lambda result: _show_placement(result, more), **more)
+        else:
+            emit(decided, json, _show, **more)
+        if not json:
+            print_lines([], [more["plan"], *more.get("maps", [])])
 
 
 def goal_of(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from paceline.cli import options
-from paceline.cli.output import check_at_least, emit, guarded, progress
+from paceline.cli.output import check_at_least, check_trace, emit, guarded, progress
 from paceline.cli.sources import load, read_prompts, read_texts
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def record(
     check_at_least(1, batch_size=batch_size, max_new_tokens=max_new_tokens)
     if text and prompts is not None:
         raise ValueError("--text and --prompts are two ways to run a model: give one of them.")
+    check_trace(out)
     questions = None if prompts is None else read_prompts(prompts)
     texts = None if questions is not None else read_texts(text or [], model)
 

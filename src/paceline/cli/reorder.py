@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from paceline.cli import options
-from paceline.cli.output import emit, guarded, progress
+from paceline.cli.output import check_folder, emit, guarded, progress
 from paceline.cli.sources import folder_of, quiet
 
 _CHECK_BELOW = 4 << 30  # bytes of weights, which take twice that in float32
@@ -46,6 +46,9 @@ def reorder(
     from paceline.checkpoint.reorder import reorder as write
     from paceline.plan import Plan
 
+    check_folder(parents=False, out=out)
+    if out.exists():
+        raise ValueError(f"--out {out} exists: a checkpoint is written into a new folder.")
     wanted = Plan.load(plan)
     checkpoint = open_checkpoint(folder_of(model))
     maps = planned_maps(checkpoint, wanted)

@@ -248,6 +248,12 @@ def with_devices(plan: Plan, devices: int = DEVICES) -> Plan:
     return plan if plan.placements else plan.replace(placements=(devices,))
 
 
+def most_devices(plan: Plan) -> int:
+    """Return the number of devices of a plan, the most of any layer; the default without one."""
+    counts = [p if isinstance(p, int) else p.num_devices for p in plan.placements]
+    return max(counts, default=DEVICES)
+
+
 def plan_files(placement: Path | None, plan: Path | None) -> dict[str, str | None]:
     """Return the files that a plan came from, for results."""
     return {

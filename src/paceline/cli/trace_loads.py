@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from paceline.cli.output import (
-    check_writable,
     command_line,
     emit,
     print_lines,
     print_table,
     progress,
     run_facts,
+    writing,
 )
 from paceline.cli.sources import DEVICES, placements_of, read_trace, with_devices
 
@@ -212,6 +212,8 @@ def _show_comparison(result: Simulation, batch_tokens: int | None) -> None:
         "of the expert part, no timing. Active: experts with a row on the device with the most of "
         "them, whose weights it reads."
     ]
+    idle = {name: plan.capped_nothing for name, plan in result.plans.items()}
+    lines += [f"{name}: {why}" for name, why in idle.items() if why is not None]
     if any(plan.batches_below_min_expert_load for plan in plans.values()):
         lines.append(
             "Some batches are below min_expert_load. capacity_factor caps nothing there (unless a "
@@ -259,7 +261,6 @@ def study(
     config: Path | None = facts["model_config"]
     if hardware is not None and config is None:
         raise ValueError("--hardware needs --model-config: a decision needs the model's sizes.")
-    check_writable(figures if figures is None or not figures.is_dir() else None)
     if planned is not None:
         if devices not in (None, planned.devices) or hardware is not None:
             raise ValueError(f"{source} says devices and hardware already: leave them out.")
@@ -286,18 +287,23 @@ def study(
         **_linked(plan_file or (planned and planned.plan), html),
         **run_facts(),
     }
-    written = []
-    if html is not None:
-        from paceline.reporting.pages import report_page, write_page
-
-        write_page(report_page(found, planned, more), html)
-        written.append(html)
-    if figures is not None:
-        from paceline.reporting.trace_figures import write_figures
-
-        written += write_figures(found, figures, planned=planned)
+    written: list[Path] = []
     lines = [*found.verdict, *(planned.verdict if planned else [])]
-    emit(found, as_json, lambda _: print_lines(lines, written), **more)
+    with writing() as write:
+        if html is not None:
+            from paceline.reporting.pages import report_page, write_page
+
+            page = report_page(found, planned, more)
+            if write("html", html, lambda: write_page(page, html)):
+                written.append(html)
+        if figures is not None:
+            from paceline.reporting.trace_figures import write_figures
+
+            write(
+                "figures", figures,
+                lambda: written.extend(write_figures(found, figures, planned=planned)),
+            )  # fmt: skip
+        emit(found, as_json, lambda _: print_lines(lines, written), **more)
 
 
 def read_planned(source: str) -> PlanResult | None:

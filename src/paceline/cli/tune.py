@@ -14,15 +14,18 @@ from paceline.cli import options
 from paceline.cli.output import (
     check_at_least,
     check_folder,
+    check_new,
     emit,
     guarded,
     print_lines,
     print_table,
     progress,
+    writing,
 )
 from paceline.cli.sources import load, plan_from_options, read_texts, with_devices
 
 if TYPE_CHECKING:
+    from paceline.calibration.collect import Unfinished
     from paceline.plan import Plan
     from paceline.policy import CapacityPolicy
     from paceline.stand_ins.calibration_file import Calibration
@@ -68,6 +71,7 @@ def tune(
     ] = 2,
     dtype: options.DType = options.DTypeName.auto,
     trust_remote_code: options.TrustRemoteCode = False,
+    force: options.Force = False,
     json: options.AsJson = False,
 ) -> None:
     """Fit stand-ins for dropped experts, place experts, and choose a factor for every layer.
@@ -76,7 +80,7 @@ def tune(
     several files: each --text is left out in turn, and the shares printed are of the text left out.
     They are fitted for caps at the mean per device and per expert, or for each --policy. With
     --devices a placement is searched too, and OUT/plan.toml names both. A run that was stopped goes
-    on where it was.
+    on where it was; a finished one is replaced by --force alone.
 
     With --bound every layer also gets a factor of its own: more room where a cap costs more. Each
     layer is capped alone at seven factors; the factors are chosen whose mean, weighted by the work
@@ -90,20 +94,35 @@ def tune(
     \b
     Examples:
       paceline tune demo --text prose --text german --out tuned
-      paceline tune ./my-moe --text a.txt --text b.txt --devices 8 --bound 0.75 --out tuned
-      paceline tune demo --only factors --bound 0.75 --out tuned
-      paceline tune ./my-moe --only factors --plan tuned/plan.toml --bound 1 --text a.txt --out t
+      paceline tune ./my-moe --text a.txt --text b.txt --devices 8 --bound 0.75 --out mine
+      paceline tune demo --only factors --bound 0.75 --out factors
+      paceline tune ./my-moe --only factors --plan mine/plan.toml --bound 1 --text a.txt --out t
     """
     fits = only is not Stage.factors
     chooses = only is Stage.factors or (only is None and bound is not None)
     _check(out, devices, memory_gib, trace)
+    writes_plan = chooses or devices is not None
     if fits and (plan is not None or calibration is not None):
         raise ValueError("--plan and --calibration are for --only factors.")
 
     from paceline.batches import Sampling
-    from paceline.calibration.collect import FOLDER, calibrate, remove
+    from paceline.calibration.collect import FOLDER, calibrate
     from paceline.calibration.rows import CAPS
-    from paceline.stand_ins.calibration_file import Calibration
+    from paceline.stand_ins.calibration_file import FILE, Calibration
+
+    earlier = [*([out / FILE] if fits else []), *([out / PLAN] if writes_plan else [])]
+    if not fits or not (out / FOLDER).is_dir():  # else known once the model is loaded
+        for path in earlier:
+            check_new(force, out=path)
+    runs: list[Unfinished] = []
+
+    def started(run: Unfinished, layers: int) -> None:
+        runs.append(run)
+        if layers:
+            typer.echo(f"{layers} layers had been fitted before: going on", err=True)
+            return
+        for path in earlier:
+            check_new(force, out=path)
 
     caps = _caps(policy or [], bound) if fits else []
     base = _base(policy or [], bound) if chooses else None
@@ -113,38 +132,52 @@ def tune(
     fitted = None if folder is None else Calibration.load(folder)
     network, tokenizer = load(model, dtype.value, trust_remote_code)
     result: dict[str, Any] = {}
-    if fits:
-        sampling = Sampling(tokens or _FIT_TOKENS, batch_size, sequence_length)
-        with progress() as tell:
-            fitted = calibrate(
-                network,
-                tokenizer,
-                texts,
-                rank=rank,
-                devices=devices if trace is None else None,
-                caps=caps or CAPS,
-                sampling=sampling,
-                memory=int(memory_gib * 2**30),
-                unfinished=out / FOLDER,
-                progress=tell,
+    with writing() as write:
+        if fits:
+            sampling = Sampling(tokens or _FIT_TOKENS, batch_size, sequence_length)
+            with progress() as tell:
+                fitted = fit = calibrate(
+                    network,
+                    tokenizer,
+                    texts,
+                    rank=rank,
+                    devices=devices if trace is None else None,
+                    caps=caps or CAPS,
+                    sampling=sampling,
+                    memory=int(memory_gib * 2**30),
+                    unfinished=out / FOLDER,
+                    started=started,
+                    progress=tell,
+                )
+            places = placed = _placed(fit, trace, devices)
+            done = write("out", out / FILE, lambda: fit.save(out))
+            result = _fit_result(fit, out / FILE, None if devices is None else out / PLAN)
+            if devices is not None:
+                write("out", out / PLAN, lambda: placed.save(out / PLAN))
+            elif force and done:  # an earlier plan names the calibration that was replaced
+                (out / PLAN).unlink(missing_ok=True)
+            folder = out
+        if base is not None and places is not None:
+            sampling = Sampling(tokens or _FACTOR_TOKENS, batch_size, sequence_length)
+            if not policy:
+                base = base.replace(compensate=fitted is not None)
+            found, chosen = _choose(
+                network, tokenizer, texts, sampling, base, places, fitted, folder, out
             )
-        places = _placed(fitted, trace, devices)
-        result = _fit_result(fitted, fitted.save(out), None if devices is None else out / PLAN)
-        if devices is not None:
-            places.save(out / PLAN)
-        remove(out / FOLDER)
-        folder = out
-    if base is not None and places is not None:
-        sampling = Sampling(tokens or _FACTOR_TOKENS, batch_size, sequence_length)
-        if not policy:
-            base = base.replace(compensate=fitted is not None)
-        found = _choose(network, tokenizer, texts, sampling, base, places, fitted, folder, out)
-        result = result | {"factors": found, "plan": found["plan"]} if fits else found
-    emit(result, json, _show if fits else _show_factors)
+            write("out", out / PLAN, lambda: _save(chosen, out))
+            result = result | {"factors": found, "plan": found["plan"]} if fits else found
+        emit(result, json, _show if fits else _show_factors)
+    for run in runs:
+        run.remove()
+
+
+def _save(plan: Plan, out: Path) -> None:
+    out.mkdir(mode=0o700, parents=True, exist_ok=True)
+    plan.save(out / PLAN)
 
 
 def _check(out: Path, devices: int | None, memory_gib: float, trace: str | None) -> None:
-    check_folder(out)
+    check_folder(out=out)
     check_at_least(1, devices=devices)
     if not 0 < memory_gib < 1 << 20:
         raise ValueError(f"--memory-gib must be above 0, got {memory_gib}.")
@@ -269,8 +302,8 @@ def _base(texts: list[str], bound: float | None) -> CapacityPolicy:
 def _choose(
     network: Any, tokenizer: Any, texts: dict[str, str], sampling: Any, base: CapacityPolicy,
     places: Plan, fitted: Calibration | None, folder: Path | None, out: Path,
-) -> dict[str, Any]:  # fmt: skip
-    """Choose a factor per layer, write the plan, and return what was measured."""
+) -> tuple[dict[str, Any], Plan]:  # fmt: skip
+    """Choose a factor per layer, and return what was measured and the plan for the folder."""
     from paceline.evaluation.layer_factors import measure_layers
 
     with progress() as tell:
@@ -289,9 +322,7 @@ def _choose(
         calibration=None if folder is None else os.path.relpath(folder, out.absolute()),
         layers=len(found.names),
     )
-    out.mkdir(mode=0o700, parents=True, exist_ok=True)
-    plan.save(out / PLAN)
-    return found.result(base).to_dict() | {"plan": str(out / PLAN)}
+    return found.result(base).to_dict() | {"plan": str(out / PLAN)}, plan
 
 
 def _show_factors(result: Mapping[str, Any]) -> None:

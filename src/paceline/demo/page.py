@@ -52,11 +52,31 @@ def write_demo(
     """
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)  # fail before the work, not after it
+    result = run_with_findings(settings, progress, command)
+    save_demo(result, folder)
+    return result
+
+
+def run_with_findings(
+    settings: DemoSettings | None = None,
+    progress: Progress | None = None,
+    command: str = "paceline demo",
+) -> DemoResult:
+    """Run the demo and add its findings; parameters and errors are those of `write_demo`."""
     result = run_demo(settings, progress, command)
     result.findings = findings(result)
+    return result
+
+
+def save_demo(result: DemoResult, folder: Path) -> None:
+    """Write `index.html` and `results.json` into a folder, created if need be.
+
+    Raises:
+        OSError: if the folder can't be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "results.json", result.to_json(), private=False)
     write_text(folder / "index.html", demo_page(result), private=False)
-    return result
 
 
 def demo_page(result: DemoResult) -> str:

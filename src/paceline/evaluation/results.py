@@ -83,6 +83,7 @@ class LoadShares(Balance):
         gate_mass_kept: mean over batches and layers, weighted by assignments.
         device_peak_to_mean_before: of the model's own choice.
         capped_share_of_forwards: forwards of a layer that a cap applied to.
+        assignments_per_forward: of a layer, on average.
         stand_in_distance: mean distance of the inputs of stand-ins from the calibration's.
     """
 
@@ -92,6 +93,7 @@ class LoadShares(Balance):
     gate_mass_kept: float
     device_peak_to_mean_before: float
     capped_share_of_forwards: float
+    assignments_per_forward: float = 0.0
     stand_in_distance: float | None
 
     @classmethod
@@ -100,6 +102,7 @@ class LoadShares(Balance):
         total = sum(layer.assignments for layer in layers)
         kept = sum(layer.gate_mass_kept * layer.assignments for layer in layers)
         capped = sum(layer.capped_forwards for layer in layers)
+        forwards = sum(layer.forwards for layer in layers)
         known = [x.stand_in_distance for x in layers if x.stand_in_distance is not None]
         return LoadShares(
             **_balance(layers, when),
@@ -108,7 +111,8 @@ class LoadShares(Balance):
             extras_share=share(sum(layer.extras for layer in layers), total),
             gate_mass_kept=kept / total if total else 1.0,
             device_peak_to_mean_before=_peak(layers, "device", "before"),
-            capped_share_of_forwards=share(capped, sum(layer.forwards for layer in layers)),
+            capped_share_of_forwards=share(capped, forwards),
+            assignments_per_forward=share(total, forwards),
             stand_in_distance=sum(known) / len(known) if known else None,
         )
 
@@ -158,9 +162,13 @@ class AgainstSolo(Form):
 
 
 class TextRow(LoadShares):
-    """One policy on the texts; None against solo where sequences alone were not run."""
+    """One policy on the texts; None against solo where sequences alone were not run.
+
+    `capped_nothing` says why a policy that may cap never did; None where it did.
+    """
 
     name: str
+    capped_nothing: str | None = None
     perplexity: dict[str, float]
     perplexity_change: PerplexityChange
     changed_next_tokens: float
@@ -233,9 +241,11 @@ class TaskRow(TaskScores, LoadShares):
         truncated_prompts: prompts longer than the model reads, which lost their start.
         harness: task -> metric -> figure, as lm-evaluation-harness sums it up.
         against_solo: beside every prompt alone; None where that was not run.
+        capped_nothing: why a policy that may cap never did; None where it did.
     """
 
     name: str
+    capped_nothing: str | None = None
     truncated_prompts: int
     harness: dict[str, dict[str, float]]
     against_solo: TaskScores | None
@@ -357,7 +367,9 @@ class CostByText(Cost):
 
 
 class PointByText(Point, CostByText):
-    """Cost of one cap, with the change of every text."""
+    """Cost of one cap, with the change of every text; why it never applied, if it didn't."""
+
+    capped_nothing: str | None = None
 
 
 class SweepResult(Made, Sweep):

@@ -22,15 +22,20 @@ from paceline.evaluation.results import (
     SWEEP_SCHEMA,
     CostByText,
     EvalResult,
+    LoadShares,
     PointByText,
+    SubjectFacts,
     SweepResult,
     TextRow,
+    TextsResult,
 )
 from paceline.evaluation.subject import BASELINE, STATE, Store, Subject
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
 from paceline.progress import Progress
+from paceline.settings import PoliciesLike
 from paceline.system_info import system_info
+from paceline.text import capped_nothing
 
 if TYPE_CHECKING:
     from paceline.evaluation.tasks import Chosen
@@ -78,6 +83,7 @@ def evaluate(
     facts, texts, tasks = subject.describe(), None, None
     if job.texts:
         texts = judge_texts(subject, job.texts, job.sampling, job.compositions, store, progress)
+        _mark_idle_texts(texts, subject, facts)
     if job.tasks is not None:
         from paceline.evaluation.tasks import judge_tasks
 
@@ -85,6 +91,9 @@ def evaluate(
             subject, job.tasks, store, limit=job.limit, batch_size=job.task_batch,
             solo="solo" in job.compositions, progress=progress,
         )  # fmt: skip
+        for mode in tasks.modes.values():
+            for answers in mode.policies:
+                answers.capped_nothing = _idle(subject, facts, answers.name, answers, None)
     return EvalResult(
         **header,
         subject=facts,
@@ -92,6 +101,37 @@ def evaluate(
         tasks=tasks,
         batches={"computed": store.computed, "found": store.found},
         seconds=round(time.perf_counter() - started, 1),
+    )
+
+
+def _mark_idle_texts(texts: TextsResult, subject: Subject, facts: SubjectFacts) -> None:
+    """Say of every policy that capped nothing why, and from which batch size it would."""
+    for each in texts.compositions.values():
+        tokens = sum(texts.tokens_by_text.values()) / max(1, each.batches)
+        for row in each.policies:
+            row.capped_nothing = _idle(subject, facts, row.name, row, tokens)
+
+
+def _idle(
+    subject: Subject, facts: SubjectFacts, name: str, row: LoadShares, tokens: float | None
+) -> str | None:
+    """Return why a policy that may cap never did, None where it did or can't.
+
+    Args:
+        name: of the policy.
+        tokens: per batch, where known.
+    """
+    policy: PoliciesLike = subject.policies[name]
+    own = [policy] if isinstance(policy, CapacityPolicy) else policy or ()
+    capping = [each for each in own if isinstance(each, CapacityPolicy) and each.caps]
+    if not capping or row.capped_share_of_forwards or row.dropped_share:
+        return None
+    device = subject.model.device.type
+    return capped_nothing(
+        min(each.resolved_min_expert_load(device) for each in capping),
+        row.assignments_per_forward / facts.experts,
+        tokens,
+        factor=any(each.capacity_factor is not None for each in capping),
     )
 
 
@@ -197,11 +237,14 @@ def sweep(
     facts = subject.describe()
     store = Store(None if out is None else out / STATE)
     judged = judge_texts(subject, texts, sampling or Sampling(), [composition], store, progress)
+    _mark_idle_texts(judged, subject, facts)
     rows = {row.name: row for row in judged.compositions[composition].policies}
     chosen = [rows[str(policy)] for _, policy in combinations]
     best = frontier([(row.device_peak_to_mean, row.perplexity_change.mean) for row in chosen])
     points = [
-        PointByText(**fields, **_cost(row), on_frontier=index in best)
+        PointByText(
+            **fields, **_cost(row), on_frontier=index in best, capped_nothing=row.capped_nothing
+        )
         for index, ((fields, _), row) in enumerate(zip(combinations, chosen, strict=True))
     ]
     return SweepResult(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from paceline.evaluation.results import EvalResult, TaskScore, TasksResult, TextsResult
 from paceline.evaluation.suite import PUBLISHED, Published
@@ -55,6 +55,23 @@ def with_error(value: float, error: float | None, scale: float = 100, digits: in
     return text if error is None else f"{text} ± {scale * error:.{digits}f}"
 
 
+def idle_lines(rows: Iterable[tuple[str, str | None]]) -> list[str]:
+    """Return a sentence for the policies that capped nothing, by name -> why; they share it.
+
+    >>> why = "The policy capped nothing: its cap applies from 16."
+    >>> idle_lines([("none", None), ("a", why), ("b", why)])
+    ['', 'The policy capped nothing: its cap applies from 16. So with a; b.']
+    """
+    by_reason: dict[str, list[str]] = {}
+    for name, why in rows:
+        if why is not None:
+            by_reason.setdefault(why, []).append(name)
+    lines = []
+    for why, names in by_reason.items():
+        lines += ["", f"{why} So with {'; '.join(names)}."]
+    return lines
+
+
 def _texts(texts: TextsResult) -> list[str]:
     lines = []
     sizes = ", ".join(f"{name} {count}" for name, count in texts.tokens_by_text.items())
@@ -91,6 +108,7 @@ def _texts(texts: TextsResult) -> list[str]:
             f"{texts.sequence_length}, {texts.batch_size} per batch.",
             "",
             *table(header, rows),
+            *idle_lines((row.name, row.capped_nothing) for row in composition.policies),
         ]
     return lines
 
@@ -129,6 +147,7 @@ def _tasks(tasks: TasksResult) -> list[str]:
             f"{shots}.",
             "",
             *table(header, rows),
+            *idle_lines((row.name, row.capped_nothing) for row in found.policies),
         ]
         if cut := max(row.truncated_prompts for row in found.policies):
             lines += ["", f"{cut} prompts were longer than the model reads and lost their start."]

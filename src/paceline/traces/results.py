@@ -174,13 +174,14 @@ class SimulatedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedPlan:
-    """Effect of one plan on a trace."""
+    """Effect of one plan on a trace; why its policies capped nothing, None where they did."""
 
     policy: str
     devices: int
     min_expert_load: float
     overall: SimulatedModel
     layers: list[SimulatedLayer]
+    capped_nothing: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

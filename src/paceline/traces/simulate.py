@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from paceline.plan import Plan
 from paceline.progress import Progress
 from paceline.routing import Assignment
+from paceline.text import capped_nothing
 from paceline.traces.policy_support import check_policies
 from paceline.traces.results import SimulatedModel, SimulatedPlan, Simulation
 from paceline.traces.simulate_layer import LayerBatches, LayerSimulation, sum_up
@@ -136,4 +137,24 @@ def _result(layers: Sequence[LayerSimulation]) -> SimulatedPlan:
             **sum_up(layers),
         ),
         layers=[layer.result() for layer in layers],
+        capped_nothing=_idle(layers),
+    )
+
+
+def _idle(layers: Sequence[LayerSimulation]) -> str | None:
+    """Return why policies that may cap applied to no batch, None where one did or none can."""
+    capping = [layer for layer in layers if layer.policy.caps and layer.policy.pool != "request"]
+    if len(capping) < len([layer for layer in layers if layer.policy.caps]) or not capping:
+        return None
+    factors = [layer for layer in capping if layer.policy.capacity_factor is not None]
+    applied = any(layer.too_small < layer.batches for layer in factors)
+    if applied or any(layer.dropped or layer.extras for layer in capping):
+        return None
+    batches = max(1, sum(layer.batches for layer in capping))
+    experts = max(layer.placement.num_experts for layer in capping)
+    return capped_nothing(
+        min(layer.policy.resolved_min_expert_load("cpu") for layer in capping),
+        sum(layer.assignments for layer in capping) / batches / experts,
+        sum(layer.tokens for layer in capping) / batches,
+        factor=bool(factors),
     )
