@@ -20,7 +20,7 @@ class UserLabels:
     """Labels of tokens from the user; None where the forward is to tell.
 
     Attributes:
-        source: device on which a token lives; "sequence": row i of a batch of B lives on device
+        source: device on which a token lives; "sequence": row i of a batch of B is on device
             i * devices // B.
         valid: bool, False for a row that is no token.
         request: any integer label of the request that a token belongs to.
