@@ -69,7 +69,8 @@ Layers = Annotated[
     int | None, typer.Option(help="Hidden layers of the model, where the file doesn't say.")
 ]
 ModelConfig = Annotated[
-    Path | None, typer.Option(help="The model's config.json, or its folder: says all of these.")
+    Path | None,
+    typer.Option(help="The model's config.json, or its folder, which holds all of these."),
 ]
 WorldSize = Annotated[
     int | None, typer.Option(help="How often the file counts every assignment; divides counts.")
