@@ -70,7 +70,7 @@ Layers = Annotated[
 ]
 ModelConfig = Annotated[
     Path | None,
-    typer.Option(help="The model's config.json, or its folder, which holds all of these."),
+    typer.Option(help="The model's config.json or its folder, which hold all of these."),
 ]
 WorldSize = Annotated[
     int | None, typer.Option(help="How often the file counts every assignment; divides counts.")
