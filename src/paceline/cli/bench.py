@@ -103,8 +103,8 @@ def bench_layer_verb(
         raise ValueError("--model and --trace both name a routing: give one of them.")
     if text and model is None:
         raise ValueError("--text needs --model, which it runs through.")
-    check_new(force, out=out)
     check_writable(out=out, html=html)
+    check_new(force, out=out)
     chosen = plan_from_options(devices, placement, plan)
     loaded = ids = None
     if model is not None:
@@ -166,8 +166,8 @@ def bench_model_verb(
     from paceline.bench.run import bench_model
 
     quiet()
-    check_new(force, out=out)
     check_writable(out=out, html=html)
+    check_new(force, out=out)
     chosen = plan_from_options(devices, placement, plan)
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if model.split(":")[0] == "random":
@@ -262,8 +262,8 @@ def bench_hardware_verb(
     check_at_least(1, threads=threads)
     if link is not None and not link > 0:
         raise ValueError(f"--link must be above 0, got {link}.")
-    check_new(force, out=out)
     check_writable(out=out)
+    check_new(force, out=out)
 
     from paceline.analysis.hardware import Hardware, save_hardware
     from paceline.bench.hardware import fit_this_machine

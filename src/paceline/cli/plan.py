@@ -115,8 +115,8 @@ def plan(
     from paceline.model_config import read_model_config
 
     check_at_least(1, devices=devices)
-    check_new(force, out=out)
     check_writable(out=out)
+    check_new(force, out=out)
     check_folder(parents=False, maps=maps)
     if maps is not None:
         for name, _ in FORMS.values():
