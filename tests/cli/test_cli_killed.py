@@ -53,7 +53,8 @@ def the_calibration_is_old_or_new(before: Path, here: Path, done: Path) -> None:
     assert (here / path).read_bytes() in ((before / path).read_bytes(), (done / path).read_bytes())
     assert Calibration.load(here / "calibrated").layers
     found = {each.name for each in (here / "calibrated").iterdir() if each.name[0] != "."}
-    assert found <= {"unfinished", *(each.name for each in (done / "calibrated").iterdir())}
+    known = (each for folder in (before, done) for each in (folder / "calibrated").iterdir())
+    assert found <= {"unfinished", *(each.name for each in known)}
 
 
 def the_trace_is_a_beginning(before: Path, here: Path, done: Path) -> None:
