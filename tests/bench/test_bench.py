@@ -69,7 +69,7 @@ def test_policies_get_what_a_benchmark_means() -> None:
     assert (policy.pool, policy.min_expert_load) == ("batch", 4)
     with pytest.raises(ValueError, match="caps nothing"):
         parse_policies(["mode=observe"], False)
-    with pytest.raises(ValueError, match="live on all"):
+    with pytest.raises(ValueError, match="they are on all"):
         parse_policies(["capacity_factor=1.0,expand=own_device"], True)
     with pytest.raises(ValueError, match="compensate must be off"):
         parse_policies(["capacity_factor=1.0,compensate=true"], False)
