@@ -106,7 +106,7 @@ class Plan(BaseModel):
         experts: experts per layer; None: any.
         k: experts per token; None: any.
         slots: expert of every slot of a layer, one row for all layers or one per layer, for engines
-            that replicate experts; slots lie on the devices in order. Empty: one place per expert.
+            that replicate experts; slots are on the devices in order. Empty: one place per expert.
         calibration: folder of the calibration, relative to the plan's file.
         folder: of the plan's file, None where it has none; plans that differ in it alone are equal.
 
@@ -171,7 +171,7 @@ class Plan(BaseModel):
     def _check_slots(self) -> None:
         if len(self.placements) != 1 or not isinstance(self.placements[0], int):
             raise PlanError(
-                "slots lie on the devices in order: beside them must be one placement with "
+                "slots are on the devices in order: beside them must be one placement with "
                 "num_devices alone."
             )
         for index, row in enumerate(self.slots):

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import stat
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import numpy as np
 import pytest
 from commands import run
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from paceline import CapacityPolicy, ExpertPlacement
+from paceline.cli.trace_loads import cases as trace_loads_cases
 from paceline.plan import Plan
 from paceline.traces import ImportOptions, open_trace, sample
 from paceline.traces.loads import trace_loads
@@ -119,7 +125,7 @@ def test_rows_that_repeat_are_said(tmp_path: Path) -> None:
 
 def test_simulate_is_that_of_the_library(tmp_path: Path, recorded: dict[str, Path]) -> None:
     policy = "capacity_factor=1.0,min_expert_load=0"
-    plan = Plan((CapacityPolicy(capacity_factor=1.5, min_expert_load=0),), (2,))
+    plan = Plan((CapacityPolicy(capacity_factor=1.5, min_expert_load=0),), (4,))
     plan.save(tmp_path / "plan.toml")
     arguments = ["--policy", policy, "--plan", tmp_path / "plan.toml", "--devices", "4"]
     result = run("loads", recorded["choices"], "--json", *arguments)
@@ -158,6 +164,70 @@ def test_policies_are_compared_on_every_placement(tmp_path: Path) -> None:
     assert found["plans"][f"{CAP[1]}, {other}"]["overall"]["gain"] == wanted.overall.gain
 
 
+@settings(max_examples=30)
+@given(
+    devices=st.integers(1, 16),
+    order=st.permutations(range(16)),
+    factor=st.none() | st.sampled_from([1.0, 1.25, 2.0]),
+    seed=st.integers(0, 99),
+)
+def test_a_gain_is_over_no_cap_on_the_plans_own_devices(
+    devices: int, order: list[int], factor: float | None, seed: int
+) -> None:
+    """Counted by hand: a plan file for any number of devices, no other option."""
+    rng = np.random.default_rng(seed)
+    share = rng.dirichlet(np.ones(16) / 2) + 1e-3
+    ids = np.stack([rng.choice(16, 2, replace=False, p=share / share.sum()) for _ in range(64)])
+    in_order = ExpertPlacement.contiguous(16, devices)
+    own = ExpertPlacement.explicit([in_order.expert_to_device[e] for e in order], devices)
+    cap = CapacityPolicy(mode="observe")
+    if factor is not None and devices > 1:
+        cap = CapacityPolicy(capacity_factor=factor, min_expert_load=0, keep="first")
+
+    def rows(where: ExpertPlacement) -> list[int]:
+        hosts = [where.expert_to_device[expert] for expert in ids.ravel().tolist()]
+        return [hosts.count(device) for device in range(devices)]
+
+    reference, after = max(rows(in_order)), rows(own)
+    if cap.mode == "enforce":
+        assert factor is not None
+        most = [math.ceil(factor * ids.size * size / 16) for size in own.sizes]
+        after = [min(both) for both in zip(after, most, strict=True)]
+    with TemporaryDirectory() as folder:
+        trace, path = Path(folder, "trace.npz"), Path(folder, "plan.toml")
+        np.savez(trace, topk_ids=ids[None])
+        Plan((cap,), (own,)).save(path)
+        found = simulate(
+            open_trace(trace, ImportOptions(experts=16)), trace_loads_cases([], [path], [], None)
+        )
+    plan = found.plans[str(path)]
+    assert plan.devices == found.plans["no cap"].devices == devices
+    assert found.plans["no cap"].overall.busiest_rows_after == reference
+    assert plan.overall.gain == reference / max(after)
+
+
+def test_plans_for_other_devices_are_not_compared(tmp_path: Path) -> None:
+    plans = {}
+    for devices in (4, 8):
+        plans[devices] = tmp_path / f"{devices}.toml"
+        Plan((CapacityPolicy.parse(CAP[1]),), (devices,)).save(plans[devices])
+    trace = "sample:gpt_oss_20b_decode"
+    for options in (
+        ["--plan", plans[4], "--devices", "8"],
+        ["--plan", plans[4], "--plan", plans[8]],
+        ["--plan", plans[4], "--placement", plans[8]],
+        ["--placement", plans[4], "--placement", plans[8]],
+    ):
+        result = run("loads", trace, *CAP, *options)
+        assert result.exit_code == 2, result.stdout
+        said = " ".join(result.stderr.split())
+        assert "plans must be for the same number of devices" in said
+        assert "4 (" in said
+        assert "8 (" in said
+    shown = run("loads", trace, "--plan", plans[4]).stdout
+    assert "on 4 devices" in " ".join(shown.split())
+
+
 def test_simulate_without_repeats(tmp_path: Path) -> None:
     trace = "sample:esft_v2lite_intent"
     results = {}
@@ -172,6 +242,12 @@ def test_simulate_without_repeats(tmp_path: Path) -> None:
 
 BAD = {
     "no such trace": (["loads", "{tmp}/none.npz", *CAP], "there is no trace"),
+    "a typo beside facts of a trace": (["loads", "{tmp}/x.npz", "--experts", "64"], "no trace"),
+    "a typo like a hub name": (["loads", "traces/mondy", "--experts", "64"], "there is no trace"),
+    "a typo beside a text": (
+        ["loads", "mondy", "--text", "{tmp}/e", "--batch-tokens", "8"], "there is no trace mondy",
+    ),
+    "a typo in a file's name": (["loads", "mondy.json", "--text", "{tmp}/e"], "there is no trace"),
     "unknown sample": (["loads", "sample:none"], "sample must be one of esft"),
     "counts simulated": (["loads", "{counts}", *CAP], "holds counts"),
     "counts cut": (["loads", "{counts}", "--batch-tokens", "8"], "can't be cut"),

@@ -353,6 +353,18 @@ def test_a_plan_file_is_shown_beside_the_caps(tmp_path: Path) -> None:
     assert found["plan"]["gain"] == wanted.gain
 
 
+def test_layers_on_their_own_numbers_of_devices_gain_over_as_many() -> None:
+    trace = sample("esft_v2lite_law").regrouped(1024)
+    found = cap_study(trace, plan=Plan(placements=(8, 8, 4, 16, 8, 8)))
+    assert [way.gain for way in found.ways if way.gamma is None] == [1, 1]
+    gains = {
+        way.placement: way.gain for way in found.ways if way.gamma == 1 and way.unit == "device"
+    }
+    assert len(gains) == 2
+    assert len(set(gains.values())) == 1
+    assert min(gains.values()) > 1
+
+
 def test_a_plan_file_alone_names_no_trace(tmp_path: Path) -> None:
     Plan(placements=(8,)).save(tmp_path / "plan.toml")
     ran = run(tmp_path / "plan.toml", "--json")

@@ -217,7 +217,7 @@ def test_several_plans_and_layers_of_their_own() -> None:
         tuple(CapacityPolicy(capacity_factor=f, min_expert_load=0) for f in factors),
         tuple(ExpertPlacement.contiguous(64, 4 + layer) for layer in range(layers)),
     )
-    result = simulate(trace, {"none": Plan(placements=(8,)), "by layer": by_layer})
+    result = simulate(trace, {"none": Plan(placements=by_layer.placements), "by layer": by_layer})
     assert result.reference == "none"
     assert result.plans["none"].overall.gain == 1
     assert result.plans["none"].overall.dropped == 0
@@ -228,6 +228,19 @@ def test_several_plans_and_layers_of_their_own() -> None:
     rows = {n: r.overall.busiest_rows_after for n, r in result.plans.items()}
     gain = result.plans["by layer"].overall.gain
     assert math.isclose(gain, rows["none"] / rows["by layer"])
+
+
+def test_plans_for_other_devices_are_refused() -> None:
+    trace = sample("esft_v2lite_law")
+    by_layer = Plan(placements=(8, 8, 8, 8, 8, 4))
+    for first, second in ((8, 4), (4, 8)):
+        plans = {"one": Plan(placements=(first,)), "two": Plan(placements=(second,))}
+        with pytest.raises(ValueError, match=rf"got {first} \(one\) and {second} \(two\)"):
+            simulate(trace, plans)
+    with pytest.raises(ValueError, match=r"got 8 \(one\) and 4 \(two\)"):
+        simulate(trace, {"one": Plan(placements=(8,)), "two": by_layer})
+    with pytest.raises(ValueError, match=r"got 8 \(one\) and 64 \(two\)"):
+        simulate(trace, {"one": Plan(placements=(8,)), "two": Plan()})
 
 
 def test_a_cap_bounds_every_batch_of_the_real_traces() -> None:

@@ -92,8 +92,13 @@ def cap_study(
     layers = trace.header.layers
     plan.check_model([layer.experts for layer in layers], [layer.k or 1 for layer in layers])
     devices = max((_count_devices(p) for p in plan.placements), default=devices)
-    order = [ExpertMap.contiguous(layer.experts, devices).placement for layer in layers]
     own = _plan_placements(plan, trace)
+    # gains are over experts in order on as many devices, layer by layer
+    counts = [devices] * len(layers) if own is None else [each.num_devices for each in own]
+    order = [
+        ExpertMap.contiguous(layer.experts, count).placement
+        for layer, count in zip(layers, counts, strict=True)
+    ]
     steps = Steps(progress, 3)
     search = steps.next("placing")
     fitting = batches_of(trace, batch_tokens)

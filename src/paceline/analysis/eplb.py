@@ -76,8 +76,11 @@ def _one_node(weights: Weights, experts: Ids, slots: int, devices: int) -> list[
     return [int(experts[chosen[s]]) for device in pack(share[chosen], devices) for s in device]
 
 
-def replicate(weights: Weights, slots: int) -> tuple[Ids, Ids]:
+def replicate(weights: Weights, slots: int, most: int | None = None) -> tuple[Ids, Ids]:
     """Give every expert a slot, and each further slot to the largest load per replica.
+
+    Args:
+        most: slots of one expert while another has fewer; None: any, as published.
 
     Returns:
         ([slots] expert of each slot, [experts] slots of each expert).
@@ -88,7 +91,10 @@ def replicate(weights: Weights, slots: int) -> tuple[Ids, Ids]:
     copies = np.ones(len(weights), np.int64)
     chosen = list(range(len(weights)))
     for _ in range(slots - len(weights)):
-        heaviest = int(np.argmax(weights / copies.astype(np.float32)))
+        share = weights / copies.astype(np.float32)
+        if most is not None and copies.min() < most:
+            share[copies >= most] = -1
+        heaviest = int(np.argmax(share))
         copies[heaviest] += 1
         chosen.append(heaviest)
     return np.array(chosen), copies

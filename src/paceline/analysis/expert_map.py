@@ -25,7 +25,7 @@ Loads = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ExpertMap:
-    """Slots of one layer: they lie on the devices in order, as engines place them.
+    """Slots of one layer: they are on the devices in order, as engines place them.
 
     Attributes:
         slots: [slots] expert of each slot; an expert in several slots is replicated.
@@ -94,7 +94,7 @@ class ExpertMap:
 
     @property
     def device_of_slot(self) -> tuple[int, ...]:
-        """[slots] the device each slot lies on."""
+        """[slots] the device each slot is on."""
         return ExpertPlacement.contiguous(len(self.slots), self.num_devices).expert_to_device
 
     @property
@@ -102,7 +102,7 @@ class ExpertMap:
         """Device of each expert.
 
         Raises:
-            ValueError: if experts are replicated, and so live on several devices.
+            ValueError: if experts are replicated, and so are on several devices.
         """
         if self.replicas:
             raise ValueError(

@@ -3,7 +3,8 @@
 A synchronous layer waits for the busiest device of *each* batch, so the objective is the mean over
 batches of the busiest device's rows, not the balance of the sums. Heaviest first into the lightest
 device with a free slot gives a start; then swaps of two slots that lower the objective, until there
-is none. Nothing is random: the same loads give the same placement.
+is none. Nothing is random: the same loads give the same placement. A device holds an expert at most
+once wherever there are devices enough: a second copy there takes memory and balances nothing.
 
 What makes it carry over to traffic not seen yet: cut the traffic into many small pieces (64 tokens
 did best on recorded routing; a decode step is one piece) and damp what a piece deviates from the
@@ -122,8 +123,13 @@ def search_map(loads: ArrayLike, shape: Shape) -> ExpertMap:
     for cell in range(shape.cells):
         inside, here = cell_of_slot == cell, np.flatnonzero(cell_of_device == cell)
         sizes = [devices.sizes[d] for d in here]
-        device_of[inside] = here[heaviest_first(items[:, inside].sum(0), sizes)]
-    device_of = improve(items, device_of, cell_of_device)
+        sums = items[:, inside].sum(0)
+        if shape.replicas:
+            spread = spread_copies(sums, sizes, slots[inside])
+        else:
+            spread = heaviest_first(sums, sizes)
+        device_of[inside] = here[spread]
+    device_of = improve(items, device_of, cell_of_device, slots if shape.replicas else None)
     order = np.lexsort((slots, device_of))
     return ExpertMap(tuple(slots[order].tolist()), shape.num_experts, shape.num_devices)
 
@@ -172,13 +178,58 @@ def heaviest_first(weights: Loads, sizes: Sequence[int]) -> Ids:
     return bins
 
 
-def improve(items: Loads, bin_of: Ids, cell_of_bin: Ids) -> Ids:
+def spread_copies(weights: Loads, sizes: Sequence[int], expert_of: Ids) -> Ids:
+    """Put slots heaviest first into bins, copies of one expert apart, [slots] -> [slots].
+
+    Where the last places are in bins that hold the expert already, slots are swapped: while an
+    expert with at most one slot per bin is twice in one, some swap leaves fewer of such doubles.
+
+    >>> spread_copies(np.array([4.0, 4.0, 1.0, 1.0]), [2, 2], np.array([0, 0, 1, 1])).tolist()
+    [0, 1, 0, 1]
+    """
+    free, sums = list(sizes), np.zeros(len(sizes))
+    held = np.zeros((len(sizes), int(expert_of.max()) + 1), np.int64)  # [bins, experts] slots
+    bins = np.empty(len(weights), np.int64)
+    for item in np.argsort(-weights, kind="stable"):
+        places = [b for b in range(len(free)) if free[b]]
+        apart = [b for b in places if not held[b, expert_of[item]]]
+        lightest = min(apart or places, key=sums.__getitem__)
+        bins[item] = lightest
+        free[lightest] -= 1
+        sums[lightest] += weights[item]
+        held[lightest, expert_of[item]] += 1
+    doubled = np.flatnonzero(held[bins, expert_of] > 1).tolist()
+    while doubled:
+        item = doubled.pop()
+        here, expert = bins[item], expert_of[item]
+        if held[here, expert] < 2:
+            continue
+        # of each slot: is its expert here as well (1 more double), is it doubled there (1 fewer)
+        doubles = (held[here, expert_of] > 0) * 1 - (held[bins, expert_of] > 1)
+        swaps = np.flatnonzero((held[bins, expert] == 0) & (doubles <= 0))
+        if not len(swaps):
+            continue
+        moved = weights[swaps] - weights[item]
+        busier = np.maximum(sums[here] + moved, sums[bins[swaps]] - moved)
+        other = swaps[busier.argmin()]
+        there = bins[other]
+        for bin_, sign in ((here, 1), (there, -1)):
+            sums[bin_] += sign * (weights[other] - weights[item])
+            held[bin_, expert_of[other]] += sign
+            held[bin_, expert] -= sign
+        bins[item], bins[other] = there, here
+        doubled.append(int(other))
+    return bins
+
+
+def improve(items: Loads, bin_of: Ids, cell_of_bin: Ids, expert_of: Ids | None = None) -> Ids:
     """Swap pairs of items in bins of one cell while the mean of the fullest bin falls.
 
     Args:
         items: [pieces, items] load of each item.
         bin_of: [items] where each starts.
         cell_of_bin: [bins] items are swapped inside a cell only.
+        expert_of: [items] no swap brings an expert into a bin that has it; None: all differ.
     """
     bin_of = bin_of.copy()
     bins = len(cell_of_bin)
@@ -189,7 +240,7 @@ def improve(items: Loads, bin_of: Ids, cell_of_bin: Ids) -> Ids:
     current, unchanged = float(sums.max(0).mean()), 0
     while pairs and unchanged < len(pairs):
         for a, b in pairs:
-            swap = _best_swap(items, bin_of, sums, a, b, current * (1 - _GAIN))
+            swap = _best_swap(items, bin_of, sums, a, b, current * (1 - _GAIN), expert_of)
             unchanged += 1
             if swap is not None:
                 current, first, second = swap
@@ -204,7 +255,13 @@ def improve(items: Loads, bin_of: Ids, cell_of_bin: Ids) -> Ids:
 
 
 def _best_swap(
-    items: Loads, bin_of: Ids, sums: Loads, a: int, b: int, below: float
+    items: Loads,
+    bin_of: Ids,
+    sums: Loads,
+    a: int,
+    b: int,
+    below: float,
+    expert_of: Ids | None,
 ) -> tuple[float, int, int] | None:
     """Find the best swap below a bound: (objective, item of a, item of b), or None."""
     others = np.delete(sums, [a, b], 0)
@@ -218,6 +275,9 @@ def _best_swap(
     moved = items[:, None, of_b] - items[:, of_a, None]  # [pieces, in a, in b]
     fuller = np.maximum(sums[a, :, None, None] + moved, sums[b, :, None, None] - moved)
     objective = np.maximum(fuller, rest[:, None, None]).mean(0)
+    if expert_of is not None:
+        same = expert_of[of_a][:, None] == expert_of[of_b]
+        objective[same.any(1)[:, None] | same.any(0)] = np.inf
     best = int(objective.argmin())
     if objective.flat[best] >= below:
         return None
@@ -238,7 +298,12 @@ def _experts_by_cell(pieces: Loads, shape: Shape) -> Ids:
 
 
 def _replicated(sums: Loads, experts: Ids, shape: Shape) -> Ids:
-    """Replicate the heaviest experts, as EPLB does; [slots] experts, cell after cell."""
+    """Replicate the heaviest experts, as EPLB does, but at most once per device of a cell.
+
+    Returns:
+        [slots] experts, cell after cell.
+    """
     slots = (shape.num_experts + shape.replicas) // shape.cells
-    chosen = [here[replicate(sums[here].astype(np.float32), slots)[0]] for here in experts]
+    most = shape.num_devices // shape.cells
+    chosen = [here[replicate(sums[here].astype(np.float32), slots, most)[0]] for here in experts]
     return np.concatenate(chosen)

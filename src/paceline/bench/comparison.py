@@ -64,7 +64,7 @@ def _compared(
     policy = with_default_pool(policy, own_batches=not shares_batch)
     if shares_batch and (policy.pool == "source" or policy.expand == "own_device"):
         raise ValueError(
-            f"policy {text!r} needs tokens that live on a device: with a shared batch they live on "
+            f"policy {text!r} needs tokens that are on a device: with a shared batch they are on "
             'all; allowed is pool="batch" without expand="own_device".'
         )
     return policy

@@ -91,7 +91,7 @@ class LayerRow(BaseModel):
 
 
 def tokens_of_all(parts: Sequence[RoutingInputs]) -> RoutingInputs:
-    """Join the routing of all devices' tokens: the tokens of part i live on device i."""
+    """Join the routing of all devices' tokens: the tokens of part i are on device i."""
     device = parts[0].topk_ids.device
     sizes = torch.tensor([len(part.topk_ids) for part in parts], device=device)
     sources = torch.arange(len(parts), device=device).repeat_interleave(sizes)

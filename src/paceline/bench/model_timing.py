@@ -161,7 +161,7 @@ def serve_emulated(
     rounds: int,
     progress: Callable[[], None] = lambda: None,
 ) -> dict[str, ModelTimings]:
-    """Time a model on one process that plays every device; row i of B lives on device i * D // B.
+    """Time a model on one process that plays every device; row i of B is on device i * D // B.
 
     The time of everything but experts is divided by D, as if the devices shared it. Times are of
     the one thread's processor, which other programs of the machine hardly change.

@@ -297,7 +297,7 @@ class Captured:
     Attributes:
         hidden: input of the experts, [tokens, hidden].
         inputs: the model's choice, with all scores where the router's rule is known, the request
-            of each token (its row of the batch) and the device that it lives on.
+            of each token (its row of the batch) and the device that it is on.
     """
 
     name: str
@@ -308,7 +308,7 @@ class Captured:
 
 
 def capture(model: Any, ids: Tensor, devices: int = 1) -> list[Captured]:
-    """Run a model on [batch, length] token ids; row i of B lives on device i * devices // B.
+    """Run a model on [batch, length] token ids; row i of B is on device i * devices // B.
 
     Raises:
         ValueError: if the model has no MoE layer, or one that can't be handled.

@@ -163,7 +163,7 @@ def _count(
     if counts & {shape[0] for shape in router.values()} and 0 not in counts:
         counts = {min(counts)}  # the others are the router's experts that compute nothing
     counts |= {shape[0] for shape in stacked.values() if len(shape) >= 3}
-    if not counts:  # experts that lie in one matrix, one after the other
+    if not counts:  # experts in one matrix, one after the other
         counts = {shape[0] for shape in router.values() if len(shape) == 2}
     if len(counts) != 1 or counts == {0}:
         raise ValueError(

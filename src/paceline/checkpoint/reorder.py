@@ -62,7 +62,7 @@ def planned_maps(checkpoint: Checkpoint, plan: Plan) -> list[ExpertMap]:
 
 
 def reordered_plan(plan: Plan, maps: Sequence[ExpertMap]) -> Plan:
-    """Return the plan for the reordered checkpoint, whose experts lie on the devices in order.
+    """Return the plan for the reordered checkpoint, whose experts are on the devices in order.
 
     A calibration is of the original's experts, and is left out.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +22,14 @@ from paceline.cli.output import (
     run_facts,
 )
 from paceline.cli.record import record_batches
-from paceline.cli.sources import load, plan_files, plan_from_options, read_texts, read_trace
+from paceline.cli.sources import (
+    like_hub_name,
+    load,
+    plan_files,
+    plan_from_options,
+    read_texts,
+    read_trace,
+)
 from paceline.shipped import DEMO
 
 if TYPE_CHECKING:
@@ -114,14 +121,12 @@ def loads(
         "world_size": world_size, "physical": physical,
     }  # fmt: skip
     if text or not is_trace(source):
-        if not text and source != DEMO and not Path(source).exists():
-            raise ValueError(
-                f"there is no trace {source}; for a model of that name give at least one --text."
-            )
-        _refuse(
-            "a trace, not a model", figures=figures, judge=judge, hardware=hardware, sweep=sweep,
-            batch_tokens=batch_tokens, without=without, **facts,
-        )  # fmt: skip
+        of_trace = {
+            "figures": figures, "judge": judge, "hardware": hardware, "sweep": sweep,
+            "batch_tokens": batch_tokens, "without": without, **facts,
+        }  # fmt: skip
+        _check_found(source, text or [], of_trace)
+        _refuse("a trace, not a model", **of_trace)
         from paceline.analysis.observe import observe_loads
         from paceline.analysis.verdict import model_verdict
         from paceline.batches import Sampling, make_batches, run_batch
@@ -174,10 +179,35 @@ def loads(
     trace_loads.balance(trace, place, batch_tokens, json)
 
 
+def _check_found(source: str, text: Sequence[str], of_trace: Mapping[str, Any]) -> None:
+    """Check that a source is there, or may be a model on the Hugging Face hub.
+
+    Args:
+        of_trace: options that only a trace has; who gives one means a trace.
+    """
+    from paceline.traces import is_trace
+
+    if source == DEMO or is_trace(source) or Path(source).exists():
+        return
+    if not like_hub_name(source):
+        raise ValueError(f"there is no trace and no model folder {source}")
+    too_many = [_option(name) for name, value in of_trace.items() if value not in (None, False)]
+    if too_many or not text:
+        without = f" and leave out {' '.join(too_many)}" if too_many else ""
+        raise ValueError(
+            f"there is no trace {source}; for a model of that name give at least one --text"
+            f"{without}."
+        )
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def _refuse(kind: str, **options: Any) -> None:
     for name, value in options.items():
         if value is not None and value is not False:
-            raise ValueError(f"--{name.replace('_', '-')} is for {kind}.")
+            raise ValueError(f"{_option(name)} is for {kind}.")
 
 
 def _one_plan(

@@ -59,17 +59,18 @@ Mix = Annotated[
     bool, typer.Option("--mix", help="Mix the texts in every batch, not one text per batch.")
 ]
 
-# -- what a trace's file doesn't say ---------------------------------------------------------------
+# -- facts that a trace's file may lack ------------------------------------------------------------
 
 Experts = Annotated[
-    int | None, typer.Option(help="Experts per layer, where a trace's file doesn't say.")
+    int | None, typer.Option(help="Experts per layer, if a trace's file does not state them.")
 ]
-K = Annotated[int | None, typer.Option(help="Experts per token, where the file doesn't say.")]
+K = Annotated[int | None, typer.Option(help="Experts per token, if the file does not state them.")]
 Layers = Annotated[
-    int | None, typer.Option(help="Hidden layers of the model, where the file doesn't say.")
+    int | None, typer.Option(help="Hidden layers of the model, if the file does not state them.")
 ]
 ModelConfig = Annotated[
-    Path | None, typer.Option(help="The model's config.json, or its folder: says all of these.")
+    Path | None,
+    typer.Option(help="The model's config.json or its folder, which hold all of these."),
 ]
 WorldSize = Annotated[
     int | None, typer.Option(help="How often the file counts every assignment; divides counts.")

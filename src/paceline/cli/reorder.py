@@ -1,4 +1,4 @@
-"""`paceline reorder`: a checkpoint whose experts lie in the planned order."""
+"""`paceline reorder`: a checkpoint whose experts are in the planned order."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +20,9 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 DEMO_TEXT = "prose"
 DEVICES = 8
 """Default number of devices."""
+_FILE_SUFFIXES = {
+    ".csv", ".gguf", ".json", ".jsonl", ".npy", ".npz", ".pt", ".safetensors", ".toml", ".txt",
+}  # fmt: skip
 
 
 # -- models ----------------------------------------------------------------------------------------
@@ -85,11 +89,20 @@ def quiet() -> None:
     logging.set_verbosity_error()
 
 
+def like_hub_name(name: str) -> bool:
+    """Check if a name that is no path here may be a model's on the Hugging Face hub.
+
+    >>> like_hub_name("openai/gpt-oss-20b"), like_hub_name("./gpt-oss"), like_hub_name("monday.npz")
+    (True, False, False)
+    """
+    alike = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name)
+    return alike is not None and Path(name).suffix.lower() not in _FILE_SUFFIXES
+
+
 def _check_name(name: str) -> None:
     path = Path(name)
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
     if not path.exists():
-        if looks_local:
+        if not like_hub_name(name):
             raise ValueError(f"there is no model folder {name}")
         return
     if not path.is_dir():

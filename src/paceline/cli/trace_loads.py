@@ -133,7 +133,8 @@ def cases(
 ) -> dict[str, Plan]:
     """Return everything to compare by name; the first, without a cap, is the reference.
 
-    Every policy is tried on every placement. A plan without placements is tried on the first.
+    Every policy is tried on every placement. A plan without placements is tried on the first. Where
+    only plans name devices, the reference has those of the first, experts in order.
 
     Raises:
         ValueError: if a file can't be read, or options contradict each other.
@@ -144,18 +145,26 @@ def cases(
     if placements and devices is not None:
         raise ValueError("--placement and --devices both place the experts: give one of them.")
     places = {str(path): placements_of(path).placements for path in placements}
-    places = places or {"": (devices or DEVICES,)}
+    read = {str(file): Plan.load(file) for file in plans}
+    if not places:
+        placed = next((own for own in read.values() if own.placements), None)
+        named = (DEVICES,) if placed is None else _devices(placed)
+        places = {"": named if devices is None else (devices,)}
     caps = {text: (CapacityPolicy.parse(text),) for text in policies}
     found = {}
     for where, placement in places.items():
         for name, cap in {NO_CAP: (), **caps}.items():
             found[f"{name}, {where}" if len(places) > 1 else name] = Plan(cap, placement)
-    for file in plans:
-        read = Plan.load(file)
-        found[str(file)] = (
-            read if read.placements else Plan(read.policies, next(iter(places.values())))
-        )
+    first = next(iter(places.values()))
+    for name, plan in read.items():
+        found[name] = plan if plan.placements else Plan(plan.policies, first)
     return found
+
+
+def _devices(plan: Plan) -> tuple[int, ...]:
+    """Return the number of devices of a plan's placements: one, or one per layer."""
+    counts = tuple(own if isinstance(own, int) else own.num_devices for own in plan.placements)
+    return counts[:1] if len(set(counts)) == 1 else counts
 
 
 def compare(
@@ -168,7 +177,8 @@ def compare(
     """Print what every plan drops and gains on the batches of a trace.
 
     Raises:
-        ValueError: if the trace has counts alone, or a plan doesn't fit it.
+        ValueError: if the trace has counts alone, a plan doesn't fit it, or plans are for different
+            numbers of devices.
     """
     from paceline.traces.simulate import simulate
 
@@ -179,18 +189,21 @@ def compare(
     emit(
         found,
         as_json,
-        lambda result: _show_comparison(result, batch_tokens),
+        lambda result: _show_comparison(result, batch_tokens, _devices(plans[result.reference])),
         batch_tokens=batch_tokens,
         without=without,
     )
 
 
-def _show_comparison(result: Simulation, batch_tokens: int | None) -> None:
+def _show_comparison(
+    result: Simulation, batch_tokens: int | None, devices: tuple[int, ...]
+) -> None:
     from paceline.text import percent, times
 
     plans = {name: plan.overall for name, plan in result.plans.items()}
+    where = f", on {devices[0]} devices" if len(devices) == 1 else ""
     print_table(
-        "All layers and batches of the trace, one after the other",
+        f"All layers and batches of the trace, one after the other{where}",
         ("plan", "busiest device", "p95", "gain", "dropped", "gate mass lost", "active"),
         [
             (
@@ -208,8 +221,9 @@ def _show_comparison(result: Simulation, batch_tokens: int | None) -> None:
     )
     lines = [
         f"{count_of(result.batches, result.batches_are, batch_tokens)}. Busiest device: rows / "
-        "mean before any cap, weighted by time; p95 over batches and layers. Gain: from the loads "
-        "of the expert part, no timing. Active: experts with a row on the device with the most of "
+        "mean before any cap, weighted by time; p95 over batches and layers. Gain: over "
+        f"{result.reference} on the same devices, from the loads of the expert part, no timing. "
+        "Active: experts with a row on the device with the most of "
         "them, whose weights it reads."
     ]
     if any(plan.batches_below_min_expert_load for plan in plans.values()):

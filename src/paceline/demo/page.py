@@ -233,7 +233,7 @@ def _headline(result: DemoResult, parts: Mapping[str, PolicyPart]) -> str:
     without = ""
     if alone := parts.get(f"device-{factor:g}-score"):
         dropped = signed_percent(alone.perplexity_change.mean)
-        without = f" ({dropped} where dropped assignments leave nothing)"
+        without = f" ({dropped} without stand-ins)"
     return (
         f"The busiest of {result.model['devices']} devices carries "
         f"{times(straggler.device_peak_to_mean)} the mean load. Compensated Drop at "

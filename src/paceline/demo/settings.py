@@ -27,7 +27,7 @@ class Entry:
         family: name shown to people, without the factor; group for colours and the legend.
         policy: applied in every layer.
         counterpart: key of the entry to compare with, e.g. the same cap without expansion.
-        placed: True: the model's calibration places the experts; False: they lie in order.
+        placed: True: the model's calibration places the experts; False: they are in order.
     """
 
     key: str

@@ -82,7 +82,7 @@ class Subject:
         return cls(model, tokenizer, named, Plan(placements=plan.placements), calibration)
 
     def attach(self) -> Any:
-        """Attach to the model without a policy; every sequence of a batch lives on one device."""
+        """Attach to the model without a policy; every sequence of a batch is on one device."""
         return attach(
             self.model,
             None,

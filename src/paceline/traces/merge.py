@@ -39,7 +39,7 @@ class _Rank:
 def merged(traces: Sequence[Trace]) -> Trace:
     """Merge the recordings of several ranks of one run into one trace.
 
-    Where nobody recorded on which device a token lives, it is the number of its rank. Memory holds
+    A token without a recorded source device gets the number of its rank. Memory holds
     a chunk of each, and 16 bytes per batch.
 
     Args:

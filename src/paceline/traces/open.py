@@ -1,4 +1,4 @@
-"""Open a trace of any known kind, which its content tells: a loop over the importers."""
+"""Open a trace of any known kind, recognised by its content: a loop over the importers."""
 
 from __future__ import annotations
 

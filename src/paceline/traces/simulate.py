@@ -24,7 +24,8 @@ SCHEMA = "paceline-simulate/1"
 AXES = {
     "device_peak_to_mean": "largest device by rows / mean over devices before any cap; mean: sum "
     "over batches of the largest / sum of the means; p50, p95, max over batches",
-    "gain": "sum over batches and layers of the reference's largest device / this plan's largest",
+    "gain": "sum over batches and layers of the reference's largest device / this plan's largest, "
+    "on the same devices",
     "dropped_share": "dropped assignments / the model's own, over batches and layers",
     "gate_mass_lost": "1 - sum of gate scores kept / of all, over batches and layers",
     "most_active_experts": "experts with a row on the device with the most of them, mean over "
@@ -48,13 +49,14 @@ def simulate(
     Args:
         trace: of choices or scores.
         plans: name -> policies and placements; where a plan has no placement every expert is a
-            device, and where it has no policy nothing is capped. Gains refer to the first plan.
+            device, and where it has no policy nothing is capped. Gains refer to the first plan, so
+            all must have its devices.
         progress: called with the layers done, their number, and a layer's name.
         watch: called with every assignment.
 
     Raises:
-        ValueError: if the trace has counts alone, a plan doesn't fit it, or a policy needs what it
-            doesn't hold, for example weights.
+        ValueError: if the trace has counts alone, a plan doesn't fit it, plans differ in their
+            devices, or a policy needs what the trace doesn't hold, for example weights.
 
     >>> from paceline import CapacityPolicy
     >>> from paceline.traces import sample
@@ -83,6 +85,7 @@ def simulate(
         ]
         for name, plan in plans.items()
     }
+    _check_same_devices(simulations)
     step = 0
     for number, chunk in enumerate(trace.chunks):
         for layer in range(len(header.layers)):
@@ -111,6 +114,23 @@ def simulate(
         reference=next(iter(plans)),
         plans=results,
     )
+
+
+def _check_same_devices(simulations: Mapping[str, Sequence[LayerSimulation]]) -> None:
+    """Refuse plans for other devices than the first: fewer or more change every load.
+
+    Raises:
+        ValueError: naming a layer where two plans differ.
+    """
+    reference, *others = simulations.items()
+    for name, layers in others:
+        for first, layer in zip(reference[1], layers, strict=True):
+            wanted, devices = first.placement.num_devices, layer.placement.num_devices
+            if devices != wanted:
+                raise ValueError(
+                    f"plans must be for the same number of devices to be compared, got {wanted} "
+                    f"({reference[0]}) and {devices} ({name}) in {layer.name}"
+                )
 
 
 def _watch_layer(

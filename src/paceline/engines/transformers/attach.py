@@ -56,7 +56,7 @@ def attach(
             `calibration` take precedence over it.
         calibration: of this model, or its folder, as `paceline tune` makes it; needed by
             compensate=True.
-        token_source: which device a token lives on: "sequence" (row i of a batch of B lives on
+        token_source: which device a token is on: "sequence" (row i of a batch of B is on
             device i * devices // B), a [batch] or [batch, length] tensor, or a function of
             (batch, length, device) that gives one. Needed by pool="source" and expand="own_device".
         token_valid: likewise, False for rows that are no tokens, in addition to masks and

@@ -117,7 +117,7 @@ class CappedLayer:
             calibrated=self.stand_ins is not None,
             calibration_option="start the server with --calibration FOLDER (PACELINE_CALIBRATION)",
             compensates_extras=False,
-            expand_refusal="all ranks see the same tokens, which live on no device" if same_tokens
+            expand_refusal="all ranks see the same tokens, which are on no device" if same_tokens
             else "",
             knows_source=ranks.data_ranks > 1,
             source_option="that takes data and expert parallelism",

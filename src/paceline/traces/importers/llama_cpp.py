@@ -137,7 +137,7 @@ class _Header:
     def _take(self, size: int) -> bytes:
         start, self._at = self._at, self._at + size
         if self._at > len(self._data):
-            raise TraceError(f"{self._where} is cut off, or says a length that can't be.")
+            raise TraceError(f"{self._where} is cut off, or states an impossible length.")
         return self._data[start : self._at]
 
     def _number(self, size: int) -> int:

@@ -83,8 +83,8 @@ def read_npy(file: IO[bytes], size: int, where: str) -> Array:
     stated, there = math.prod(sizes) * dtype.itemsize, size - 8 - width - length
     if stated != there or stated > MAX_ARRAY_BYTES:
         raise TraceError(
-            f"{where} says {stated} bytes of data and has {there}: they must be the same, at most "
-            f"{MAX_ARRAY_BYTES}."
+            f"{where} states {stated} bytes of data and has {there}: they must be the same, at "
+            f"most {MAX_ARRAY_BYTES}."
         )
     data = bytearray(stated)  # and not bytes, which can't be written to
     view, filled = memoryview(data), 0

@@ -1,4 +1,4 @@
-"""A file or folder to import: its bounded content, and what its user says about it."""
+"""A file or folder to import: its bounded content, and facts that the user states about it."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ class ImportOptions:
 
 
 class Source:
-    """A file or folder that importers look at; content is read when it is first asked for.
+    """A file or folder that importers look at; content is read on first use.
 
     Args:
-        options: what the user says about it.
+        options: facts that the user states about it.
         where: name in messages; the path by default.
 
     >>> Source(Path("counts.json"), ImportOptions(experts=8)).require("experts")
@@ -92,7 +92,7 @@ class Source:
         self.path, self.options = path, options
         self.where = str(path) if where is None else where
 
-    # -- what the user says ------------------------------------------------------------------------
+    # -- facts stated by the user ------------------------------------------------------------------
 
     def require(self, name: str) -> int:
         """Return an option that the file does not state.

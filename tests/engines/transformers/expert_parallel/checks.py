@@ -554,7 +554,7 @@ def disagreements() -> None:
         "must be None or where its experts are",
         lambda: attach(model, None, ExpertPlacement.contiguous(EXPERTS, 2)),
     )
-    refused(ValueError, "a token lives on its rank", lambda: attach(model, token_source="sequence"))
+    refused(ValueError, "a token is on its rank", lambda: attach(model, token_source="sequence"))
     with attach(model) as pace:
         refused(
             ValueError,

@@ -138,14 +138,14 @@ def agreed_labels(
         return labels
     if labels.source is not None:
         raise ValueError(
-            "token_source must be None where every rank has a batch of its own: a token lives on "
+            "token_source must be None where every rank has a batch of its own: a token is on "
             "its rank."
         )
     return replace(labels, source=_OnRank(parallel.group.rank))
 
 
 class _OnRank:
-    """A token source: every token lives on one rank."""
+    """A token source: every token is on one rank."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

@@ -1,9 +1,9 @@
 """State of a running `generate`: which sequences have ended, and whether the prompt is over.
 
-Forwards don't tell either. Transformers feeds a sequence that has ended with padding until the last
-one ends, under a mask that calls it real; and it verifies guessed tokens in steps of several, which
-look like a prompt. Patched methods that `generate` calls on its way, its stopping criteria after
-every step among them, do tell.
+Forwards show neither. Transformers feeds a sequence that has ended with padding until the last
+one ends, under a mask that calls it real; and it verifies speculated tokens in steps of several,
+which look like a prompt. The methods that `generate` calls, such as its stopping criteria after
+every step, show both when patched.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Labels of tokens that a user gives where the forward doesn't tell."""
+"""Labels of tokens that a user passes where the forward has none."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ TokenSource: TypeAlias = "Literal['sequence'] | TokenLabels"
 
 @dataclass(frozen=True, eq=False)
 class UserLabels:
-    """Labels of tokens from the user; None where the forward is to tell.
+    """Labels of tokens from the user; None: taken from the forward.
 
     Attributes:
-        source: device on which a token lives; "sequence": row i of a batch of B lives on device
+        source: device on which a token lives; "sequence": row i of a batch of B is on device
             i * devices // B.
         valid: bool, False for a row that is no token.
         request: any integer label of the request that a token belongs to.
