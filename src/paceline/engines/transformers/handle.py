@@ -14,6 +14,7 @@ from torch import nn
 
 from paceline.engines.rules import ALL_MODALITIES, check_policy
 from paceline.engines.transformers.config import load_policy
+from paceline.engines.transformers.layers.find import Places
 from paceline.engines.transformers.layers.layer import AttachedLayer, ReplacedExperts
 from paceline.engines.transformers.state import AttachedState, Watcher
 from paceline.engines.transformers.tokens.context import ForwardContext
@@ -67,6 +68,7 @@ class Pace:
         self, layers: list[AttachedLayer], state: AttachedState, undo: ExitStack, model: nn.Module
     ):
         self._layers, self._state, self._undo, self._model = layers, state, undo, model
+        self._places = Places(model, [layer.modules for layer in layers])
         self._attached, self._warned = True, False
 
     # -- policies ---------------------------------------------------------------------------------
@@ -118,13 +120,15 @@ class Pace:
         A router once observed stays so until `detach`: a running forward may still need it.
         """
         everywhere = self._state.watched_facts.scores
-        self._state.before_forward = tuple(
+        observed = tuple(
             layer.router.ensure
             for layer, needed in zip(self._layers, scored, strict=True)
             if (layer.scoring.rule is not None and (needed or everywhere)) or not layer.ran_block
         )
-        for ensure_observed in self._state.before_forward:
+        for ensure_observed in observed:
             ensure_observed()
+        called = tuple(layer.ensure_called for layer in self._layers)
+        self._state.before_forward = (self._places.check, *called, *observed)
 
     # -- what is known of the layers --------------------------------------------------------------
 

@@ -47,9 +47,14 @@ class Patch:
     function: Callable[..., Any]
 
     def undo(self) -> None:
-        """Restore the original method; a patch that somebody has wrapped stays, switched off."""
-        if patch_of(self.module.__dict__.get(self.name)) is self:
-            _restore(self.module, self.name, self.original)
+        """Restore the original method; a patch that somebody has wrapped stays, switched off.
+
+        Under this patch may be another one that came back when its wrapper was removed.
+        """
+        patch = patch_of(self.module.__dict__.get(self.name))
+        while patch is not None and (patch is self or not patch.switch.on):
+            _restore(self.module, self.name, patch.original)
+            patch = patch_of(self.module.__dict__.get(self.name))
 
 
 def patch_method(
@@ -83,9 +88,8 @@ def remove_dead_patches(model: nn.Module) -> None:
     for module in model.modules():
         for value in list(module.__dict__.values()):
             patch = patch_of(value)
-            while patch is not None and not patch.switch.on:
+            if patch is not None and not patch.switch.on:
                 patch.undo()
-                patch = patch_of(module.__dict__.get(patch.name))
 
 
 def _own_value(module: nn.Module, name: str) -> tuple[Any, ...]:

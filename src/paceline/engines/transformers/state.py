@@ -41,13 +41,14 @@ class ThreadState:
     Attributes:
         context: of the running forward, None outside one.
         generation: the running `generate`, None outside one.
-        router: layer -> input and output of its router, until its experts have run.
+        router: layer -> input and output of its router, until its experts have run; None while
+            only its block has begun.
     """
 
     def __init__(self) -> None:
         self.context: ForwardContext | None = None
         self.generation: Generation | None = None
-        self.router: dict[str, tuple[Tensor, Any]] = {}
+        self.router: dict[str, tuple[Tensor, Any] | None] = {}
 
 
 class _Threads(threading.local):
@@ -162,10 +163,11 @@ class AttachedState:
         try:
             out = forward(*args, **kwargs)
             if outer is None and thread.router and self.switch.on:  # else detached meanwhile
+                layer, seen = next(iter(thread.router.items()))
                 raise RuntimeError(
-                    f"layer {next(iter(thread.router))} can't be handled: its router ran, but not "
-                    "its experts' forward (is it replaced by a kernel?); detach to go on without "
-                    "it."
+                    f"layer {layer} can't be handled: its {'block' if seen is None else 'router'} "
+                    "ran, but not its experts' forward (is it replaced by a kernel?); detach to go "
+                    "on without it."
                 )
             return out
         finally:

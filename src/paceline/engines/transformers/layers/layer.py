@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from paceline.engines.rules import ALL_MODALITIES, LayerRule, LayerTraits, layer_rule
 from paceline.engines.transformers.layers.experts import ExpertRunner
@@ -71,6 +72,9 @@ class AttachedLayer:
         self._original: Callable[..., Tensor] = modules.experts.forward
         self._replaced: ReplacedExperts | None = None
         self._patch: Patch | None = None
+        self._method: Any = None  # the experts' forward while it is patched
+        self._block_forward = modules.block.__dict__.get("forward")
+        self._block_hook: RemovableHandle | None = None
         self._placement = placement or ExpertPlacement.per_expert(num_experts)
         with torch.inference_mode(False):  # counts go on outside of it
             self.loads = LoadAccumulator(self.name, self._placement, self.k, modules.device)
@@ -136,11 +140,42 @@ class AttachedLayer:
 
     def install(self) -> None:
         """Patch the experts' forward."""
-        self._patch = patch_method(self.modules.experts, self._state.switch, self.forward)
+        experts = self.modules.experts
+        self._patch = patch_method(experts, self._state.switch, self.forward)
+        self._method = experts.__dict__["forward"]
+
+    def ensure_called(self) -> None:
+        """Observe block and router where something stands in the patch's way.
+
+        Whatever wraps the patch calls it, and what replaces it doesn't: only a forward tells. This
+        is called before every forward, as the model may be changed at any time.
+        """
+        modules = self.modules
+        block, experts = modules.block, modules.experts
+        if (
+            block._modules.get("experts") is experts
+            and experts.__dict__.get("forward") is self._method
+            and block.__dict__.get("forward") is self._block_forward
+        ):
+            return
+        with self._state.changing:
+            if self._patch is None or not self._state.switch.on:
+                return
+            if self._block_hook is None:
+                self._block_hook = block.register_forward_pre_hook(self._expect_experts)
+            self.router.ensure()
+
+    def _expect_experts(self, *_: Any) -> None:
+        """Note that the block has begun, whose experts must run before the forward ends."""
+        if self._state.switch.on:
+            self._state.threads.current.router[self.name] = None
 
     def remove(self) -> None:
         """Restore the modules."""
         self.router.undo()
+        if self._block_hook is not None:
+            self._block_hook.remove()
+            self._block_hook = None
         if self._patch is not None:
             self._patch.undo()
             self._patch = None

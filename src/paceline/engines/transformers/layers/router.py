@@ -103,8 +103,9 @@ class RouterLinear:
             return False
         if self.name and self.router.get_submodule(self.name) is not self.holder:
             return False
-        # a parametrised weight is computed anew at every look
-        return "weight" in self.holder._parameters
+        # a parametrised weight is computed anew at every look, an offloaded one is away by now
+        weight = self.holder._parameters.get("weight")
+        return weight is not None and not weight.is_meta
 
 
 def _within_rounding(exact: Tensor, rounded: Tensor) -> Tensor:
