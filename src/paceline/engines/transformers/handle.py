@@ -14,9 +14,8 @@ from torch import nn
 
 from paceline.engines.rules import ALL_MODALITIES, check_policy
 from paceline.engines.transformers.config import load_policy
-from paceline.engines.transformers.layers.find import Places
 from paceline.engines.transformers.layers.layer import AttachedLayer, ReplacedExperts
-from paceline.engines.transformers.state import AttachedState, Watcher
+from paceline.engines.transformers.state import AttachedState, Places, Watcher
 from paceline.engines.transformers.tokens.context import ForwardContext
 from paceline.engines.transformers.tokens.modality import known_modalities
 from paceline.facts import NO_FACTS, Facts

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from paceline.engines.rules import LayerRule
 from paceline.engines.sharing import shares_budget, warn_of_shared_cache, warn_of_sharing
+from paceline.engines.transformers.layers.find import LayerModules
 from paceline.engines.transformers.patching import Patch, Switch, patch_method
 from paceline.engines.transformers.tokens.arguments import argument_names, cache_of
 from paceline.engines.transformers.tokens.context import ForwardContext
@@ -277,3 +278,50 @@ class AttachedState:
         context.rules = rules
         context.watchers = self.watchers if outer is None else outer.watchers
         return context
+
+
+class Places:
+    """Places of MoE blocks in a model, to notice that another block has taken one."""
+
+    def __init__(self, model: nn.Module, layers: list[LayerModules]) -> None:
+        self._model, self._layers = model, layers
+        self._children = self._look()
+
+    def check(self) -> None:
+        """Check that all blocks are still in the model, or removed, or wrapped.
+
+        Raises:
+            RuntimeError: naming the layer that was replaced.
+        """
+        for parent, name, child in self._children:
+            if parent.get(name) is not child:
+                break
+        else:
+            return
+        here = {id(module) for module in self._model.modules()}
+        for layer in self._layers:
+            if id(layer.block) not in here and _path(self._model, layer.name):
+                raise RuntimeError(
+                    f"layer {layer.name} can't be handled: another module has taken its place; "
+                    "detach, and attach again."
+                )
+        self._children = self._look()
+
+    def _look(self) -> list[tuple[dict[str, nn.Module | None], str, nn.Module]]:
+        """Return (children of a module, name, child) on the way to all blocks."""
+        steps = [step for layer in self._layers for step in _path(self._model, layer.name)]
+        return list({(id(parent), name): (parent, name, m) for parent, name, m in steps}.values())
+
+
+def _path(model: nn.Module, name: str) -> list[tuple[dict[str, nn.Module | None], str, nn.Module]]:
+    """Return the steps from a model down to a module, none if there is no such module."""
+    steps: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
+    module = model
+    for part in name.split(".") if name else ():
+        children = module._modules
+        child = children.get(part)
+        if child is None:
+            return []
+        steps.append((children, part, child))
+        module = child
+    return steps
