@@ -127,7 +127,7 @@ def test_the_command_writes_a_plan_and_maps(tmp_path: Path) -> None:
     assert ran.exit_code == 0, ran.output
     said = json.loads(ran.stdout)
     layers = len(said["layers"])
-    # 8 replicas on 8 devices are one expert a device and layer, in bfloat16
+    # 8 replicas on 8 devices are one expert per device and layer, in bfloat16
     assert said["replica_gb_a_device"] == pytest.approx(layers * 3 * 2048 * 1408 * 2 / 1e9)
     located = json.loads((tmp_path / "maps" / "sglang_expert_location.json").read_text())
     rows = located["physical_to_logical_map"]
@@ -140,7 +140,7 @@ def test_the_command_writes_a_plan_and_maps(tmp_path: Path) -> None:
     assert (plan.placements, plan.layers) == ((8,), layers)
     assert [list(row) for row in plan.slots] == said["slots"]
     alone = [a for a in arguments if a not in ("--replicas", "8")]
-    ran = RUN.invoke(app, [*alone, "--out", str(tmp_path / "plan.toml")])
+    ran = RUN.invoke(app, [*alone, "--force", "--out", str(tmp_path / "plan.toml")])
     assert ran.exit_code == 0, ran.output
     plan = Plan.load(tmp_path / "plan.toml")
     said = json.loads(ran.stdout)
