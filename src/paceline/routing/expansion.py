@@ -60,8 +60,10 @@ def expanded_candidates(
     limit = min(ids.shape[1], policy.expand_limit or ids.shape[1])
     best = torch.sort(key, dim=1, stable=True).indices[:, :limit]
     ids = torch.where(allowed, ids, placement.num_experts).gather(1, best)
-    weighed = extra_scores.gather(1, best).double() * weight_sum.unsqueeze(1)
-    weights = (weighed / score_sum.unsqueeze(1)).float().to(chosen.weights.dtype)
+    # no division by zero even where the result is not used: its gradient would be NaN
+    usable = torch.where(allowed, extra_scores, 0).gather(1, best).double()
+    scale = [torch.where(scalable, total, 1).unsqueeze(1) for total in (weight_sum, score_sum)]
+    weights = (usable * scale[0] / scale[1]).float().to(chosen.weights.dtype)
     return Candidates(
         inputs,
         placement.num_experts,

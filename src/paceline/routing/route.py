@@ -163,8 +163,10 @@ def _renormalized(left: Survivors, candidates: Candidates) -> Tensor:
     lost = (genuine.offered & ~left.kept[:, : genuine.k]).any(1)
     former = torch.where(genuine.offered, genuine.weights, 0).double().sum(1)
     now = left.weights.double().sum(1)
-    scaled = (left.weights.double() * (former / now).unsqueeze(1)).to(left.weights.dtype)
     usable = lost & (now > 0) & now.isfinite() & former.isfinite()
+    # no division by zero even where the result is not used: its gradient would be NaN
+    scale = former / torch.where(usable, now, 1)
+    scaled = (left.weights.double() * scale.unsqueeze(1)).to(left.weights.dtype)
     return torch.where(usable.unsqueeze(1), scaled, left.weights)
 
 

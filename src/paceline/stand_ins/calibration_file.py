@@ -21,7 +21,7 @@ from torch import Tensor
 from paceline.files import atomic_file, save_tensors
 from paceline.placement import ExpertPlacement
 from paceline.plan import Plan
-from paceline.stand_ins.identity import LayerIdentity
+from paceline.stand_ins.identity import LayerIdentity, same_weights
 
 FILE = "calibration.safetensors"
 """Name of the file in the folder of a calibration."""
@@ -159,14 +159,16 @@ class Calibration:
                 f"{len(layers)}"
             )
         for own, layer in zip(self.layers, layers, strict=True):
-            sizes = (own.name, len(own.experts), own.k)
-            if sizes != (layer.name, layer.num_experts, layer.k):
+            sizes = (len(own.experts), own.k)
+            # a wrapper of the model puts its own name in front
+            named = layer.name == own.name or layer.name.endswith(f".{own.name}")
+            if not named or sizes != (layer.num_experts, layer.k):
                 raise CalibrationError(
-                    f"layer {own.name} must have {sizes[1]} experts, {own.k} per token, as in the "
+                    f"layer {own.name} must have {sizes[0]} experts, {own.k} per token, as in the "
                     f"calibration, got {layer.name} with {layer.num_experts}, {layer.k} per token"
                 )
-            same = all(own.experts[e] == seen for e, seen in layer.experts.items())
-            if own.router != layer.router or not same:
+            same = all(same_weights(own.experts[e], seen) for e, seen in layer.experts.items())
+            if not same or not same_weights(own.router, layer.router):
                 part = "router" if same else "experts"
                 raise CalibrationError(
                     f"the calibration is of other weights: those of the {part} of layer "

@@ -110,7 +110,9 @@ class Compensation:
         if torch.compiler.is_compiling():
             compute = self._dense
         elif x.is_cuda:
-            compute = self._sorted if _HAS_TRITON and x.dtype in _LOW else self._dense
+            kernels = _HAS_TRITON and x.dtype in _LOW
+            needs_grad = torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)
+            compute = self._sorted if kernels and not needs_grad else self._dense
         flat = out.reshape(-1, out.shape[-1])
         return compute(flat, x.to(self._down.dtype), local, weights, on_distance).reshape(out.shape)
 
@@ -131,7 +133,7 @@ class Compensation:
         seen = (x @ self._down.reshape(-1, x.shape[1]).T).view(tokens, self._own, rank)
         seen = torch.where(times.unsqueeze(2) != 0, seen - self._shift, 0)
         if on_distance is not None:
-            far = seen.square().sum(2) * self._scale
+            far = seen.detach().square().sum(2) * self._scale
             on_distance((far * times).sum(), (times * (self._scale > 0)).sum())
         inner = (seen * lost.unsqueeze(2)).flatten(1).to(x.dtype)
         left = inner @ self._up.reshape(-1, x.shape[1]) + lost.to(x.dtype) @ self._bias
@@ -149,7 +151,7 @@ class Compensation:
         )
         if on_distance is not None:
             scale = torch.nn.functional.pad(self._scale, (0, 1))[expert]
-            on_distance((seen.square().sum(1) * scale).sum(), (scale > 0).sum())
+            on_distance((seen.detach().square().sum(1) * scale).sum(), (scale > 0).sum())
         some = (local < self._own).any(1, keepdim=True)
         return torch.where(some, out + total.to(out.dtype), out)
 
@@ -174,7 +176,7 @@ class Compensation:
         seen = seen.to(exact) - self._shift[experts]
         if on_distance is not None:
             scale = self._scale[experts]
-            on_distance((seen.square().sum(1) * scale).sum(), (scale > 0).sum())
+            on_distance((seen.detach().square().sum(1) * scale).sum(), (scale > 0).sum())
         inner = torch.split((seen * shares.unsqueeze(1)).to(x.dtype), sizes)
         share = torch.split(shares.to(x.dtype), sizes)
         if out.dtype is exact:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -12,10 +12,17 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from accelerate import cpu_offload
+import torch.distributed as dist
+from accelerate import Accelerator, cpu_offload, dispatch_model
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from accelerate.state import AcceleratorState
+from made_up_calibration import made_up
 from model_runs import fingerprint, output
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 from paceline import CapacityPolicy, attach
@@ -195,8 +202,7 @@ def test_a_model_offloaded_while_attached(dtype: torch.dtype) -> None:
         assert torch.equal(output(model, GIVEN), capped)
         assert [layer.expert_loads_after for layer in pace.stats().layers] == after
     assert torch.equal(output(model, GIVEN), want)
-    with pytest.raises(ValueError, match="meta device"):
-        attach(model, CAP)
+    assert loads(model) == after
     remove_hook_from_module(model, recurse=True)
     assert torch.equal(output(model, GIVEN), want)
     assert loads(model) == after
@@ -333,3 +339,130 @@ def test_a_layer_taken_out_is_no_error() -> None:
         model.model.layers = model.model.layers[:1]
         output(model, GIVEN)
         assert [layer.forwards for layer in pace.stats().layers] == [1, 0, 0]
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_offloaded_weights(place: str, order: str, tmp_path: Path) -> None:
+    """Layers are probed, capped and compensated wherever their weights are between forwards."""
+    model = build()
+    calibration, want, after = made_up(model), output(model, GIVEN), loads(model)
+    policy = CAP.replace(compensate=True)
+    with attach(model, policy, placement=4, calibration=calibration):
+        capped = output(model, GIVEN)
+
+    def offload() -> None:
+        if place == "cpu":
+            cpu_offload(model)
+            return
+        places = dict.fromkeys(("model.embed_tokens", "model.norm", "lm_head"), "cpu")
+        places |= {f"model.layers.{index}": "disk" for index in range(len(model.model.layers))}
+        places["model.rotary_emb"] = "cpu"
+        dispatch_model(model, places, offload_dir=tmp_path, main_device="cpu")
+
+    if order == "before attach":
+        offload()
+        assert loads(model) == after
+    with attach(model, policy, placement=4, calibration=calibration) as pace:
+        if order != "before attach":
+            offload()
+        assert torch.equal(output(model, GIVEN), capped)
+        assert pace.stats().layers[0].min_expert_load == 0
+        with pytest.raises(ValueError, match="already attached"):
+            attach(model)
+    assert torch.equal(output(model, GIVEN), want)
+    experts = model.model.layers[1].mlp.experts
+    assert all(weight.is_meta for weight in experts.parameters())
+
+
+def test_weights_that_nobody_loads_are_named() -> None:
+    with torch.device("meta"):
+        model = build()
+    with pytest.raises(ValueError, match=r"its weight .* is on the meta device, and no hook of"):
+        attach(model)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[Any]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("how", ["FSDP2", "DDP"])
+def test_data_parallel_wrappers(how: str, order: str, one_rank: Any) -> None:
+    model: Any = build()
+    calibration, want, after = made_up(model), output(model, GIVEN), loads(model)
+
+    def wrap() -> Any:
+        if how == "DDP":
+            return DistributedDataParallel(model).eval()
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=one_rank)
+        return fully_shard(model, mesh=one_rank)
+
+    wrapped = wrap() if order == "before attach" else model
+    with attach(wrapped, CAP, placement=4, calibration=calibration) as pace:
+        if order != "before attach":
+            wrapped = wrap()
+        wrapped(**GIVEN)[0].square().mean().backward()
+        assert [layer.expert_loads_after for layer in pace.stats().layers] == after
+    assert torch.equal(output(wrapped, GIVEN), want)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_accelerate_prepares_and_unwraps(order: str) -> None:
+    """With mixed precision, which wraps the forward, and unwrapped again to single precision."""
+    model = build()
+    want, after = output(model, GIVEN), loads(model)
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    prepared = accelerator.prepare(model) if order == "before attach" else model
+    pace = attach(prepared, CAP, placement=4)
+    prepared = accelerator.prepare(model)
+    assert not torch.equal(output(prepared, GIVEN), want)
+    unwrapped = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+    pace.reset_stats()
+    output(unwrapped, GIVEN)
+    assert [layer.expert_loads_after for layer in pace.stats().layers] == after
+    pace.detach()
+    assert torch.equal(output(unwrapped, GIVEN), want)
+
+
+def test_functions_of_parameters() -> None:
+    model = build()
+    scaled = {name: weight.detach() * 1.1 for name, weight in model.named_parameters()}
+
+    def loss(weights: dict[str, Tensor]) -> Tensor:
+        return functional_call(model, weights, (), GIVEN)[0].square().mean()
+
+    want, want_gradient = loss(scaled), torch.func.grad(loss)(scaled)
+    with attach(model) as pace:
+        assert torch.equal(loss(scaled), want)
+        gradient = torch.func.grad(loss)(scaled)
+        assert all(torch.equal(gradient[name], each) for name, each in want_gradient.items())
+        assert pace.stats().layers[0].forwards == 2
+        stacked = {name: torch.stack([weight, weight]) for name, weight in scaled.items()}
+        with pytest.raises(RuntimeError, match="nor under a cap"):
+            torch.func.vmap(loss)(stacked)
+        pace.policy = CAP
+        assert not torch.equal(loss(scaled), want)
+        with pytest.raises(RuntimeError, match="nor under a cap"):
+            torch.func.grad(loss)(scaled)
+        assert not torch.equal(loss(scaled), want)  # and it goes on
+
+
+def test_experts_replaced_in_a_compiled_model() -> None:
+    """A graph notices nothing: reading the counts tells."""
+    model = build()
+    pace = attach(model)
+    compiled = torch.compile(model, backend="eager")
+    output(compiled, GIVEN)
+    pace.stats()
+    model.model.layers[0].mlp.experts = copy.deepcopy(model.model.layers[1].mlp.experts)
+    output(compiled, GIVEN)
+    with pytest.raises(RuntimeError, match="another module has taken the place of its experts"):
+        pace.stats()
+    pace.detach()
+    pace.stats()

@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 
 from paceline.engines.transformers.handle import Pace, read_model_policies
 from paceline.engines.transformers.layers.find import LayerModules, find_layers, spread_over_ranks
-from paceline.engines.transformers.layers.layer import AttachedLayer
+from paceline.engines.transformers.layers.layer import AttachedLayer, identities
 from paceline.engines.transformers.layers.probe import Probe, count_experts, probe
+from paceline.engines.transformers.layers.weights import weights_present
 from paceline.engines.transformers.patching import patch_of, remove_dead_patches
 from paceline.engines.transformers.state import AttachedState
 from paceline.engines.transformers.tokens.labels import TokenLabels, TokenSource, UserLabels
@@ -92,7 +93,7 @@ def attach(
     if calibration is None and plan is not None:
         calibration = plan.calibration_folder()
     if calibration is not None:
-        _calibrate(model, layers, calibration, parallel)
+        _calibrate(model, layers, calibration)
     with ExitStack() as undo:
         for layer in layers:
             undo.callback(layer.remove)
@@ -155,27 +156,22 @@ def _layers(
     parallel: bool,
 ) -> list[AttachedLayer]:
     """Probe every layer on random rows, and build its attached layer."""
+    kind = AttachedLayer
+    if parallel:
+        from paceline.engines.transformers.expert_parallel.layer import ParallelLayer
 
-    def build(kind: type[AttachedLayer]) -> list[AttachedLayer]:
-        layers = []
-        for index, (modules, where) in enumerate(zip(found_layers, placements, strict=True)):
+        kind = ParallelLayer
+    layers = []
+    for index, (modules, where) in enumerate(zip(found_layers, placements, strict=True)):
+        with weights_present(model, modules.name):
             found: Probe = probe(modules)
             experts = count_experts(modules, found)
             placement = read_placement(where, experts, modules.name)
             layers.append(kind(modules, found, experts, index, state, placement))
-        return layers
-
-    if not parallel:
-        return build(AttachedLayer)
-    from paceline.engines.transformers.expert_parallel.layer import ParallelLayer, gathered
-
-    with gathered(model):
-        return build(ParallelLayer)
+    return layers
 
 
-def _calibrate(
-    model: nn.Module, layers: list[AttachedLayer], calibration: CalibrationLike, parallel: bool
-) -> None:
+def _calibrate(model: nn.Module, layers: list[AttachedLayer], calibration: CalibrationLike) -> None:
     """Give layers their stand-ins.
 
     Raises:
@@ -187,16 +183,16 @@ def _calibrate(
         raise ValueError(
             f"calibration must be a Calibration or its folder, got a {type(calibration).__name__}."
         )
-    if parallel:
-        from paceline.engines.transformers.expert_parallel.layer import gathered
-
-        with gathered(model):
-            identity = [layer.identity() for layer in layers]
-    else:
-        identity = [layer.identity() for layer in layers]
-    calibration.check_model(type(model).__name__, identity)
+    calibration.check_model(_class_name(model), identities(model, layers))
     for layer, found in zip(layers, calibration.layers, strict=True):
         layer.compensate(found)
+
+
+def _class_name(model: nn.Module) -> str:
+    """Return the name of a model's class without what adapters, DDP or FSDP make of it."""
+    own = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), model)
+    classes = (c for c in type(own).__mro__ if not c.__module__.startswith("torch.distributed"))
+    return next(classes).__name__
 
 
 def _models_in(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:

@@ -14,8 +14,13 @@ from torch import nn
 
 from paceline.engines.rules import ALL_MODALITIES, check_policy
 from paceline.engines.transformers.config import load_policy
-from paceline.engines.transformers.layers.layer import AttachedLayer, ReplacedExperts
-from paceline.engines.transformers.state import AttachedState, Places, Watcher
+from paceline.engines.transformers.layers.find import Places
+from paceline.engines.transformers.layers.layer import (
+    AttachedLayer,
+    ReplacedExperts,
+    identities,
+)
+from paceline.engines.transformers.state import AttachedState, Watcher
 from paceline.engines.transformers.tokens.context import ForwardContext
 from paceline.engines.transformers.tokens.modality import known_modalities
 from paceline.facts import NO_FACTS, Facts
@@ -161,7 +166,7 @@ class Pace:
 
     def identity(self) -> list[LayerIdentity]:
         """Return each layer's sizes and weight fingerprints, to which a calibration is bound."""
-        return [layer.identity() for layer in self._layers]
+        return identities(self._model, self._layers)
 
     def row_costs(self) -> list[float]:
         """Return each layer's cost of one token: weights per expert times experts per token."""
@@ -242,7 +247,14 @@ class Pace:
     # -- statistics -------------------------------------------------------------------------------
 
     def stats(self) -> ModelStats:
-        """Return each layer's loads before and after, drops and straggler loss so far."""
+        """Return each layer's loads before and after, drops and straggler loss so far.
+
+        Raises:
+            RuntimeError: if other experts have taken the place of a layer's, which a compiled
+                forward doesn't notice.
+        """
+        if self._attached:
+            self._places.check()
         policies = dict.fromkeys(map(str, self.policies))
         shown = next(iter(policies)) if len(policies) == 1 else f"{len(self.policies)} policies"
         stats = ModelStats(shown, [layer.loads.result() for layer in self._layers])

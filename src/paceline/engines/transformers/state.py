@@ -15,11 +15,12 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import TransformType, peek_interpreter_stack
 
 from paceline.engines.rules import LayerRule
 from paceline.engines.sharing import shares_budget, warn_of_shared_cache, warn_of_sharing
-from paceline.engines.transformers.layers.find import LayerModules
 from paceline.engines.transformers.patching import Patch, Switch, patch_method
+from paceline.engines.transformers.recompute import Recomputation, is_recomputing
 from paceline.engines.transformers.tokens.arguments import argument_names, cache_of
 from paceline.engines.transformers.tokens.context import ForwardContext
 from paceline.engines.transformers.tokens.generation import Generation, GenerationPatches
@@ -71,6 +72,7 @@ class AttachedState:
         threads: `threads.current` is the state of the calling thread.
         changing: held while policies, watchers and patches of routers are changed.
         before_forward: called before every forward.
+        recomputation: the forwards that a backward may repeat in part.
     """
 
     def __init__(self, labels: UserLabels) -> None:
@@ -89,12 +91,13 @@ class AttachedState:
         self.threads = _Threads()
         self._lock = threading.Lock()
         self.changing = threading.RLock()
+        self.recomputation = Recomputation()
         self.watchers: tuple[tuple[Watcher, Facts], ...] = ()
         self.watched_facts = NO_FACTS
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: a copy runs forwards of its own, unwatched."""
-        own = ("threads", "_lock", "changing", "watchers", "watched_facts")
+        own = ("threads", "_lock", "changing", "recomputation", "watchers", "watched_facts")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -151,18 +154,24 @@ class AttachedState:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if not self.switch.on:
+        if args and args[0] is getattr(forward, "__self__", None):
+            args = args[1:]  # bound a second time, as by Accelerate's unwrap_model
+        if not self.switch.on or is_recomputing():  # each layer finds its first call then
             return forward(*args, **kwargs)
         thread, arguments = self.threads.current, kwargs
         if args:
             arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         outer = thread.context
         if outer is None:
+            thread.router = {}  # a recomputation may stop between a router and its experts
             thread.context = self._begin(thread, arguments, config)
         else:
             thread.context = outer.inside(arguments, config, number)
         try:
             out = forward(*args, **kwargs)
+            if outer is None and thread.context.calls is not None:
+                calls, thread.context.calls = thread.context.calls, None
+                calls.finish(out)
             if outer is None and thread.router and self.switch.on:  # else detached meanwhile
                 layer, seen = next(iter(thread.router.items()))
                 raise RuntimeError(
@@ -185,8 +194,10 @@ class AttachedState:
         context = ForwardContext(arguments, config, self.labels, thread.generation, counts_past)
         context.rules, context.watchers = self.rules, watchers
         if not torch.compiler.is_compiling():  # modules don't change while a graph is made of them
+            self._check_transforms()
             for prepare in self.before_forward:
                 prepare()
+            context.calls = self.recomputation.begin()
         if not self._routes:
             return context
         if self._counts_steps:
@@ -197,6 +208,15 @@ class AttachedState:
             if self._enforces and not self._warned_of_cache:
                 self._warn_of_cache(arguments)
         return context
+
+    def _check_transforms(self) -> None:
+        """Refuse transforms of torch.func in which tensors have no values to choose or count by."""
+        transform = peek_interpreter_stack()
+        if transform is not None and (self._routes or transform.key() == TransformType.Vmap):
+            raise RuntimeError(
+                "an attached model can't run inside torch.func.vmap, nor under a cap inside "
+                "torch.func.grad and its like: detach, or use mode=observe."
+            )
 
     def start_at(self, step: int) -> None:
         """Give the next forward this number."""
@@ -277,51 +297,28 @@ class AttachedState:
         context = ForwardContext(arguments, None, labels, counts_past=False)
         context.rules = rules
         context.watchers = self.watchers if outer is None else outer.watchers
+        context.calls = self.recomputation.begin() if outer is None else outer.calls
         return context
 
+    def repeated_tokens(self, index: int, layer: str, ids: Tensor) -> ForwardContext | None:
+        """Return the tokens of a layer's call that a backward repeats.
 
-class Places:
-    """Places of MoE blocks in a model, to notice that another block has taken one."""
+        Args:
+            index: of the layer.
+            ids: [tokens, k] its choice.
 
-    def __init__(self, model: nn.Module, layers: list[LayerModules]) -> None:
-        self._model, self._layers = model, layers
-        self._children = self._look()
-
-    def check(self) -> None:
-        """Check that all blocks are still in the model, or removed, or wrapped.
+        Returns:
+            None if the first call is unknown and no rule in force drops anything.
 
         Raises:
-            RuntimeError: naming the layer that was replaced.
+            RuntimeError: if the first call is unknown, so that it may have been capped otherwise.
         """
-        for parent, name, child in self._children:
-            if parent.get(name) is not child:
-                break
-        else:
-            return
-        here = {id(module) for module in self._model.modules()}
-        for layer in self._layers:
-            if id(layer.block) not in here and _path(self._model, layer.name):
-                raise RuntimeError(
-                    f"layer {layer.name} can't be handled: another module has taken its place; "
-                    "detach, and attach again."
-                )
-        self._children = self._look()
-
-    def _look(self) -> list[tuple[dict[str, nn.Module | None], str, nn.Module]]:
-        """Return (children of a module, name, child) on the way to all blocks."""
-        steps = [step for layer in self._layers for step in _path(self._model, layer.name)]
-        return list({(id(parent), name): (parent, name, m) for parent, name, m in steps}.values())
-
-
-def _path(model: nn.Module, name: str) -> list[tuple[dict[str, nn.Module | None], str, nn.Module]]:
-    """Return the steps from a model down to a module, none if there is no such module."""
-    steps: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
-    module = model
-    for part in name.split(".") if name else ():
-        children = module._modules
-        child = children.get(part)
-        if child is None:
-            return []
-        steps.append((children, part, child))
-        module = child
-    return steps
+        found = self.recomputation.find(index, ids)
+        rule = self.rules[index]
+        if found is None and rule.routes and rule.policy.mode == "enforce":
+            raise RuntimeError(
+                f"layer {layer} is computed again in a backward, and its first forward is unknown, "
+                "so a cap could drop other assignments: checkpoint with use_reentrant=False, parts "
+                "of the model rather than the whole."
+            )
+        return found

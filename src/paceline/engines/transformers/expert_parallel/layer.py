@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.engines.rules import LayerRule, layer_rule, with_default_pool
 from paceline.engines.transformers.expert_parallel.implementation import ExpertParallel
@@ -22,14 +21,17 @@ from paceline.engines.transformers.layers.find import (
     LayerModules,
     spread_over_ranks,
 )
-from paceline.engines.transformers.layers.layer import AttachedLayer, ReplacedExperts
+from paceline.engines.transformers.layers.layer import (
+    AddStandIns,
+    AttachedLayer,
+    ReplacedExperts,
+)
 from paceline.engines.transformers.layers.probe import Probe
 from paceline.engines.transformers.state import AttachedState
 from paceline.engines.transformers.tokens.labels import UserLabels
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import Assignment, RoutingInputs
-from paceline.stand_ins.compensation import Compensation
 
 
 class ParallelLayer(AttachedLayer):
@@ -104,16 +106,15 @@ class ParallelLayer(AttachedLayer):
         ids: Tensor,
         weights: Tensor,
         assignment: Assignment,
-        compensation: Compensation | None,
+        compensation: AddStandIns | None,
     ) -> Tensor:
         # no shortcut where nothing is kept: the other ranks wait for this one's part
         kept_ids, kept_weights = assignment.topk_ids, assignment.topk_weights
         if compensation is None:
             return self._original(hidden, kept_ids, kept_weights)
-        dropped, add_distance = assignment.dropped_slots, self.loads.add_distance
 
         def add_stand_ins(out: Tensor) -> Tensor:
-            return compensation(out, hidden, ids, weights, dropped, add_distance)
+            return compensation(out, hidden, ids, weights, assignment.dropped_slots)
 
         if not self.parallel.shares_batch:
             return add_stand_ins(self._original(hidden, kept_ids, kept_weights))
@@ -152,15 +153,3 @@ class _OnRank:
 
     def __call__(self, batch: int, length: int, device: torch.device) -> Tensor:
         return torch.full((batch * length,), self.rank, device=device)
-
-
-@contextmanager
-def gathered(model: nn.Module) -> Iterator[None]:
-    """Gather weights that FSDP has spread over ranks, inside the context."""
-    with ExitStack() as stack:
-        for module in model.modules():
-            if hasattr(module, "unshard") and hasattr(module, "reshard"):
-                sharded: Any = module
-                sharded.unshard()
-                stack.callback(sharded.reshard)
-        yield

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.engines.transformers.layers.weights import computing_device, missing_weights
+
 ROUTER_NAMES = ("gate", "router")
 """Names under which a block keeps the module that chooses its experts."""
 
@@ -47,8 +49,8 @@ class LayerModules:
 
     @property
     def device(self) -> torch.device:
-        """Device of the experts."""
-        return next(iter(self.experts.parameters())).device
+        """Device on which the experts compute."""
+        return computing_device(self.experts)
 
 
 def spread_over_ranks(experts: nn.Module) -> bool:
@@ -82,10 +84,11 @@ def find_layers(model: nn.Module) -> list[LayerModules]:
                 f"layer {name} ({type(block).__name__}) can't be handled: its experts have no "
                 "weights."
             )
-        if any(p.is_meta for m in (experts, block._modules[routers[0]]) for p in m.parameters()):
+        missing = missing_weights(block)
+        if missing is not None:
             raise ValueError(
-                f"layer {name} can't be handled: weights are on the meta device (offloaded, or not "
-                "loaded yet)."
+                f"layer {name} can't be handled: its weight {missing} is on the meta device, and "
+                "no hook of Accelerate loads it; load the model's weights first."
             )
         layers.append(LayerModules(name, block, experts, routers[0]))
     _refuse_leftovers(model, layers)
@@ -120,3 +123,58 @@ def _configured_experts(config: Any) -> int:
     parts = [config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", ()))]
     counts = [getattr(part, key, None) for part in parts for key in _EXPERT_COUNTS]
     return max((c for c in counts if isinstance(c, int)), default=0)
+
+
+class Places:
+    """Places of MoE blocks and their experts in a model, to notice others that take them."""
+
+    def __init__(self, model: nn.Module, layers: list[LayerModules]) -> None:
+        self._model, self._layers = model, layers
+        self._children = self._look()
+
+    def check(self) -> None:
+        """Check that all blocks and their experts are still there, or removed, or wrapped.
+
+        Raises:
+            RuntimeError: naming the layer that was replaced.
+        """
+        for parent, name, child in self._children:
+            if parent.get(name) is not child:
+                break
+        else:
+            return
+        here = {id(module) for module in self._model.modules()}
+        for layer in self._layers:
+            place, held = "", layer.block
+            if id(held) in here:
+                place, held = " of its experts", layer.experts
+            if id(held) not in here and _path(self._model, layer.name):
+                raise RuntimeError(
+                    f"layer {layer.name} can't be handled: another module has taken the place"
+                    f"{place}; detach, and attach again."
+                )
+        self._children = self._look()
+
+    def _look(self) -> list[tuple[dict[str, nn.Module | None], str, nn.Module]]:
+        """Return (children of a module, name, child) on the way to all experts."""
+        steps = []
+        for layer in self._layers:
+            steps += _path(self._model, layer.name)
+            children = layer.block._modules
+            if (experts := children.get("experts")) is not None:
+                steps.append((children, "experts", experts))
+        return list({(id(parent), name): (parent, name, m) for parent, name, m in steps}.values())
+
+
+def _path(model: nn.Module, name: str) -> list[tuple[dict[str, nn.Module | None], str, nn.Module]]:
+    """Return the steps from a model down to a module, none if there is no such module."""
+    steps: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
+    module = model
+    for part in name.split(".") if name else ():
+        children = module._modules
+        child = children.get(part)
+        if child is None:
+            return []
+        steps.append((children, part, child))
+        module = child
+    return steps

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -14,7 +16,9 @@ from paceline.engines.transformers.layers.experts import ExpertRunner
 from paceline.engines.transformers.layers.find import LayerModules
 from paceline.engines.transformers.layers.probe import Probe, find_scoring
 from paceline.engines.transformers.layers.router import RouterObserver, Scoring
+from paceline.engines.transformers.layers.weights import weights_present
 from paceline.engines.transformers.patching import Patch, patch_method
+from paceline.engines.transformers.recompute import is_recomputing
 from paceline.engines.transformers.state import AttachedState
 from paceline.engines.transformers.tokens.arguments import argument_names, positional
 from paceline.engines.transformers.tokens.context import ForwardContext
@@ -35,6 +39,9 @@ equal to the number of experts is left out."""
 
 ReplacedExperts: TypeAlias = Callable[[str, RunExperts, Tensor, Tensor, Tensor], Tensor]
 """Called with a layer's name, its own way to run experts, and the arguments of that."""
+
+AddStandIns: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""`Compensation` without its last argument."""
 
 
 class AttachedLayer:
@@ -192,42 +199,89 @@ class AttachedLayer:
         if not state.switch.on:
             return self._original(*args, **kwargs)
         hidden, ids, weights = positional(self._names, args, kwargs) if kwargs else args
-        thread, rows = state.threads.current, ids.shape[0]
+        thread = state.threads.current
         router = thread.router.pop(self.name, None) if thread.router else None
-        context = thread.context
-        if context is None or context.rows is None:
-            context = state.unknown_tokens(self.index, self.name, rows, ids.device)
+        context, counts = thread.context, True
+        if context is None and is_recomputing():
+            context = state.repeated_tokens(self.index, self.name, ids)
+            if context is None:
+                return self._run(hidden, ids, weights)
+            counts = False
+        elif context is None or context.rows is None:
+            context = state.unknown_tokens(self.index, self.name, ids.shape[0], ids.device)
+        if context.calls is None or not counts:
+            return self._forward(context, hidden, ids, weights, router, counts)
+        context.calls.note(self.index, ids, context)
+        out = self._forward(context, hidden, ids, weights, router, counts)
+        if thread.context is None:
+            context.calls.finish(out)
+        return out
+
+    def _forward(
+        self,
+        context: ForwardContext,
+        hidden: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        router: tuple[Tensor, Any] | None,
+        counts: bool,
+    ) -> Tensor:
+        """Run the experts on what the policy keeps.
+
+        Args:
+            router: input and output of the layer's router, None if nobody observed it.
+            counts: False where a backward repeats the forward, which was counted before.
+        """
         rule: LayerRule = context.rules[self.index]
-        watchers = context.watchers
+        watchers, rows = context.watchers if counts else (), ids.shape[0]
         if not watchers:
             if not rule.routes or rule.stays_out(context, rows, ids.is_cpu):
-                valid: Tensor | None = context.valid
-                if context.rows != rows:
-                    valid = context.rows_of(valid, rows, self.name)
-                self.loads.observe(ids, valid)
+                if counts:
+                    valid: Tensor | None = context.valid
+                    if context.rows != rows:
+                        valid = context.rows_of(valid, rows, self.name)
+                    self.loads.observe(ids, valid)
                 if self._replaced is None:
                     return self._original(hidden, ids, weights)
                 return self._run(hidden, ids, weights)
             if not self.runner.wide_ids and rule.is_within_limits(context, ids):
-                self.loads.observe(ids, None, self._gate_mass(rule, ids, weights, router))
+                if counts:
+                    self.loads.observe(ids, None, self._gate_mass(rule, ids, weights, router))
                 return self._run(hidden, ids, weights)
         facts = rule.facts
         if watchers:
             facts = Facts.union(facts, *(asked for _, asked in watchers))
-        inputs = self._inputs(context, facts, rule, hidden, ids, weights, router)
-        assignment = self._route(inputs, rule.policy)
+        enforces = rule.routes and rule.policy.mode == "enforce"
+        # a graph of what nobody uses would be missing when a backward repeats the forward
+        with nullcontext() if enforces else torch.no_grad():
+            inputs = self._inputs(context, facts, rule, hidden, ids, weights, router)
+            assignment = self._route(inputs, rule.policy)
+        if counts:
+            self._count(rule, watchers, inputs, assignment)
+        if not enforces or _keeps_choice(assignment, ids):
+            return self._run(hidden, ids, weights)
+        compensation = None
+        if self.compensation is not None and rule.policy.compensate:
+            compensation = partial(
+                self.compensation, on_distance=self.loads.add_distance if counts else None
+            )
+        return self._run_kept(hidden, ids, weights, assignment, compensation)
+
+    def _count(
+        self,
+        rule: LayerRule,
+        watchers: Sequence[tuple[Any, Facts]],
+        inputs: RoutingInputs,
+        assignment: Assignment,
+    ) -> None:
         with torch.no_grad():
             if rule.routes:
                 self.loads.add(assignment)
             else:
-                self.loads.observe(ids, inputs.valid)
+                self.loads.observe(inputs.topk_ids, inputs.valid)
             for entry in watchers:
-                if entry in state.watchers:  # else it has ended meanwhile
+                if entry in self._state.watchers:  # else it has ended meanwhile
                     entry[0](self.name, inputs, assignment)
-        if not rule.routes or rule.policy.mode != "enforce" or _keeps_choice(assignment, ids):
-            return self._run(hidden, ids, weights)
-        compensation = self.compensation if rule.policy.compensate else None
-        return self._run_kept(hidden, ids, weights, assignment, compensation)
 
     def _gate_mass(
         self, rule: LayerRule, ids: Tensor, weights: Tensor, router: tuple[Tensor, Any] | None
@@ -252,7 +306,7 @@ class AttachedLayer:
         ids: Tensor,
         weights: Tensor,
         assignment: Assignment,
-        compensation: Compensation | None,
+        compensation: AddStandIns | None,
     ) -> Tensor:
         """Run the experts on what was kept, and add stand-ins for what was dropped."""
         kept_ids, kept_weights = assignment.topk_ids, assignment.topk_weights
@@ -268,8 +322,7 @@ class AttachedLayer:
             out = self._replaced(self.name, self.runner, hidden, kept_ids, kept_weights)
         if compensation is None:
             return out
-        dropped = assignment.dropped_slots
-        return compensation(out, hidden, ids, weights, dropped, self.loads.add_distance)
+        return compensation(out, hidden, ids, weights, assignment.dropped_slots)
 
     def _inputs(
         self,
@@ -291,7 +344,9 @@ class AttachedLayer:
         if self.scoring.rule is not None and (rule.needs_scores or facts.scores):
             if router is None:
                 raise RuntimeError(f"layer {self.name}: its experts ran before its router.")
-            scores = self.scoring(*router, rows)
+            # scores decide; a gradient flows through them into the weights of extras alone
+            with nullcontext() if rule.facts.all_scores else torch.no_grad():
+                scores = self.scoring(*router, rows)
         if facts.source:
             source = of_layer(context.source(self._placement.num_devices))
         modality = context.modality_of(rows, self.name) if facts.modality else {}
@@ -320,6 +375,15 @@ class AttachedLayer:
             layer=self.index,
             step=step.to(ids.device) if isinstance(step, Tensor) else step,
         )
+
+
+def identities(model: nn.Module, layers: Sequence[AttachedLayer]) -> list[LayerIdentity]:
+    """Return the sizes and fingerprints of a model's layers, wherever their weights are now."""
+    found = []
+    for layer in layers:
+        with weights_present(model, layer.name):
+            found.append(layer.identity())
+    return found
 
 
 def _keeps_choice(assignment: Assignment, ids: Tensor) -> bool:

@@ -49,6 +49,7 @@ class ForwardContext:
         step: number of the forward, a 0-d tensor while a policy asks for it.
         rules: in force for this forward, one per layer.
         watchers: of this forward, with the facts that they ask for.
+        calls: record of the layers' calls where a backward may repeat them, else None.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class ForwardContext:
         self.step: Tensor | int = 0
         self.rules: tuple[Any, ...] = ()
         self.watchers: tuple[tuple[Any, Facts], ...] = ()
+        self.calls: Any = None
         self.tokens = tokens = tokens_of(arguments)
         self.shape: tuple[int, int] | None = None
         self.rows: int | None = None
@@ -97,6 +99,7 @@ class ForwardContext:
             config = self._config
         inner = ForwardContext(own, config, self._labels, self._generation, self._counts_past)
         inner.step, inner.rules, inner.watchers = self.step, self.rules, self.watchers
+        inner.calls = self.calls
         inner._around = self.arguments
         return inner
 
