@@ -16,9 +16,10 @@ from paceline.batches import Sampling
 from paceline.calibration.collect import calibrate
 from paceline.cli.output import progress
 from paceline.demo.assets import domains, load_model, read_text
-from paceline.evaluation.results import EvalResult, SweepResult, read_sweep
+from paceline.evaluation.results import EvalResult
 from paceline.evaluation.run import Axes, Job, evaluate, sweep
 from paceline.evaluation.subject import Subject
+from paceline.evaluation.sweep_results import SweepResult, read_sweep
 from paceline.evaluation.tables import markdown
 from paceline.evaluation.tasks import load_tasks
 from paceline.files import to_json, write_text

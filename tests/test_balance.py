@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from paceline.balance import (
     Peaks,
+    Sample,
     combine_peaks,
     peaks,
     percentile,
+    sample_of,
     share,
     spread,
     straggler_loss,
@@ -93,3 +95,29 @@ def test_loads_of_units_and_shares() -> None:
     assert (np.array([[5, 1, 2]]) @ matrix).tolist() == [[7, 0, 1]]
     assert unit_matrix((0, 2, 0), 3) is matrix
     assert (share(3, 12), share(3, 0)) == (0.25, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("experts", "k", "devices"), [(32, 4, 8), (8, 2, 8), (64, 6, 4), (256, 8, 32), (60, 4, 7)]
+)
+def test_chance_is_that_of_random_routing(experts: int, k: int, devices: int) -> None:
+    """The busiest device of routers that prefer nobody, drawn a few hundred times."""
+    rng, tokens = np.random.default_rng(0), 400
+    sizes = [len(part) for part in np.array_split(np.arange(experts), devices)]
+    device = np.repeat(np.arange(devices), sizes)
+    peaks = []
+    for _ in range(200):
+        chosen = np.argsort(rng.random((tokens, experts)), axis=1)[:, :k]
+        loads = np.bincount(device[chosen.ravel()], minlength=devices)
+        peaks.append(loads.max() / loads.mean())
+    sample = sample_of(tokens, 1, k, sizes)
+    even = max(sizes) * devices / experts  # uneven devices are uneven without chance
+    assert sample.by_chance * even == pytest.approx(
+        np.mean(peaks), abs=0.35 * (sample.by_chance - 1)
+    )
+    more = sample_of(sample.tokens_needed, 1, k, sizes)
+    assert (more.too_little, more.by_chance) == (False, pytest.approx(1.1, abs=1e-3))
+
+
+def test_one_device_needs_no_sample() -> None:
+    assert sample_of(1, 1, 2, [8]) == Sample(1, 0, False, 1.0)

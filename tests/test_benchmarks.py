@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paceline.demo.assets import shipped_decode, shipped_sweep
-from paceline.evaluation.results import read_sweep
+from paceline.evaluation.sweep_results import read_sweep
 from paceline.reporting.quality_figures import decode_figure
 
 ROOT = Path(__file__).parent.parent

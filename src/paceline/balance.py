@@ -17,6 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,62 @@ def spread(of: Peaks, mean: float | None = None) -> Spread:
         mean = float(busiest.sum() / means.sum())
     p50, p95, highest = (percentile(ratios, percent) for percent in (50, 95, 100))
     return Spread(mean, p50, p95, highest)
+
+
+NOISE = 0.1
+"""Uneven load by chance alone from which on a sample is too small to tell real from chance."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Number of tokens behind a figure of balance, and the part of it that is chance.
+
+    Attributes:
+        tokens: in all.
+        tokens_needed: tokens of which chance alone makes the busiest device `NOISE` above the mean.
+        too_little: True if there are fewer.
+        by_chance: peak-to-mean of one batch if every expert were equally likely.
+    """
+
+    tokens: int
+    tokens_needed: int
+    too_little: bool
+    by_chance: float
+
+
+def sample_of(tokens: int, batches: int, k: int, sizes: Sequence[int]) -> Sample:
+    """Describe the tokens behind a figure of balance.
+
+    Args:
+        tokens: in all batches.
+        batches: about equally large.
+        k: experts per token.
+        sizes: experts of each device.
+
+    >>> sample_of(tokens=3, batches=1, k=4, sizes=[4] * 8).too_little
+    True
+    >>> sample_of(tokens=4096, batches=4, k=4, sizes=[4] * 8).tokens_needed
+    326
+    """
+    one = _chance(1.0, k, sizes)
+    needed = math.ceil((one / NOISE) ** 2)
+    by_chance = 1 + _chance(max(tokens, 1) / max(batches, 1), k, sizes)
+    return Sample(tokens, needed, tokens < needed, by_chance)
+
+
+def _chance(tokens: float, k: int, sizes: Sequence[int]) -> float:
+    """Return how far the busiest device is expected above the mean by chance, relative to it.
+
+    A device's rows are sums of independent hypergeometric draws, nearly normal; the largest of so
+    many normal variables is about a known quantile (Blom, 1958).
+    """
+    experts, devices = sum(sizes), sum(1 for size in sizes if size)
+    if devices < 2 or experts <= k:
+        return 0.0
+    part = max(sizes) / experts
+    variance = k * part * (1 - part) * (experts - k) / (experts - 1)
+    highest = NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
+    return highest * math.sqrt(variance / tokens) / (k * part)
 
 
 def straggler_loss(peak_to_mean: float) -> float:

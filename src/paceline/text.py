@@ -62,6 +62,8 @@ def capped_nothing(least: float | None, here: float, tokens: float | None, facto
     """
     if least is None:
         return "The policy capped nothing: it has no capacity_factor."
+    if factor and here >= least:
+        return "The policy capped nothing: no device or expert had more than its capacity."
     rule = f"a mean of {least:g} tokens per expert (min_expert_load)"
     if tokens is not None and here > 0:
         rule += f", here batches of about {math.ceil(tokens * least / here):,} tokens"

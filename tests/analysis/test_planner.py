@@ -154,7 +154,7 @@ def test_a_placement_is_taken_by_what_it_gains_where_it_is_judged() -> None:
         assert 0.02 < gain < 0.14 < said.second_half.ways["place"].gain
         assert said.decision == ("place" if gain >= least else "nothing")
         assert (len(plan.placements) == 2) == (gain >= least)
-        own = any("where traffic stays as it was" in line for line in said.verdict)
+        own = any("If your traffic stays like the fitted one" in line for line in said.verdict)
         assert own == (gain < least <= said.second_half.ways["place"].gain)
 
 
@@ -304,7 +304,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert said["second_half"]["ways"]["replicas"]["replica_gb_a_device"] > 0
     names = "schema trace model notes devices hardware hardware_source precision max_mass_loss "
     names += "min_gain min_expert_load batches batch_tokens layers second_half other_trace budgets "
-    assert list(said) == [*names.split(), "variants", "decision", "verdict", "plan"]
+    assert list(said) == [*names.split(), "variants", "decision", "verdict", "plan", "sample"]
     step = "microseconds stages bytes_sent receive_buffer_bytes most_active_experts dropped_share "
     step += "gate_mass_lost layers gain"
     assert list(said["second_half"]["frontier"][0]) == ["placement", "budget", *step.split()]

@@ -2,16 +2,56 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from typer import _click as click
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from paceline.cli.app import app
 from paceline.shipped import MODEL_FOLDER
 
 SAMPLE = "sample:esft_v2lite_law"
+ROOT = Path(__file__).parents[2]
+
+
+def _commands() -> Iterator[tuple[str, click.Command]]:
+    for name, command in get_command(app).commands.items():
+        if command.hidden:
+            continue
+        if name == "bench":
+            yield from ((f"bench {each}", inner) for each, inner in command.commands.items())
+        else:
+            yield name, command
+
+
+COMMANDS = dict(_commands())
+"""Every command that help shows, with its words: `loads`, `bench layer`."""
+
+
+def examples() -> dict[str, list[str]]:
+    """Verb or page -> the commands of paceline that its help or its text shows, as printed."""
+    found = {}
+    for name, command in COMMANDS.items():
+        shown = (command.help or "").split("Examples:")[1].strip().splitlines()
+        found[name] = [line.strip().split("  then:")[0].strip() for line in shown]
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        blocks = re.findall(r"```console\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+        text = "\n".join(blocks).replace("\\\n", " ")
+        lines = re.findall(r"^(?:.* -m )?paceline .*?(?= #|;|\||&&| > |$)", text, re.MULTILINE)
+        found[page.name] = [line.strip() for line in lines]
+    return {where: lines for where, lines in found.items() if lines}
+
+
+def split(line: str) -> tuple[str, list[str]]:
+    """Return the command that a line names, and its arguments."""
+    words = shlex.split(line.partition("paceline ")[2])
+    name = next(n for n in COMMANDS if words[: n.count(" ") + 1] == n.split())
+    return name, words[name.count(" ") + 1 :]
 
 
 def run(*arguments: str | Path) -> Any:

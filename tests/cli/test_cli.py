@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shlex
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
-from commands import run
-from typer.main import get_command
+from commands import COMMANDS, run
 
 import paceline
-from paceline.cli.app import FORMER, app
+from paceline.cli.app import FORMER
 from paceline.cli.output import sentence
 from paceline.shipped import MODEL_FOLDER
 
@@ -68,54 +63,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def commands() -> Iterator[tuple[str, click.Command]]:
-    """Every command that help shows, with its words: `loads`, `bench layer`."""
-    for name, command in get_command(app).commands.items():
-        if command.hidden:
-            continue
-        if name == "bench":
-            yield from ((f"bench {each}", inner) for each, inner in command.commands.items())
-        else:
-            yield name, command
-
-
-COMMANDS = dict(commands())
-
-
 def test_there_are_ten_verbs() -> None:
     verbs = "demo loads record import plan tune eval reorder serve bench"
     assert {name.split()[0] for name in COMMANDS} == set(verbs.split())
     shown = run("--help").stdout
     assert all(f"  {name.split()[0]} " in shown for name in COMMANDS)
     assert not any(f"  {name} " in shown for name in FORMER)
-
-
-def check_parses(line: str) -> None:
-    """Parse a command line with the verb that it names; a click exception says what is wrong."""
-    words = shlex.split(line.partition("paceline ")[2])
-    name = next(n for n in COMMANDS if words[: n.count(" ") + 1] == n.split())
-    COMMANDS[name].make_context(name, words[name.count(" ") + 1 :])
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_verb_has_json_and_examples_that_parse(name: str) -> None:
-    command = COMMANDS[name]
-    assert name == "serve" or any("--json" in option.opts for option in command.params)
-    examples = (command.help or "").split("Examples:")[1].strip().splitlines()
-    assert any(f"paceline {name}" in example for example in examples)
-    for example in examples:
-        check_parses(example.split("  then:")[0])
-
-
-def test_commands_of_the_docs_parse() -> None:
-    root, lines = Path(__file__).parents[2], []
-    for page in (root / "README.md", *(root / "docs").glob("*.md")):
-        blocks = re.findall(r"```\w*\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-        text = "\n".join(blocks).replace("\\\n", " ")
-        lines += re.findall(r"^(?:.* -m )?paceline .*?(?= #|;|\||&&| > |$)", text, re.MULTILINE)
-    assert len(lines) > 30
-    for line in lines:
-        check_parses(line)
 
 
 def test_an_option_has_the_same_help_in_every_verb() -> None:

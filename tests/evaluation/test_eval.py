@@ -289,9 +289,14 @@ def test_plan_with_policies_and_table(tmp_path: Path) -> None:
     lines = [f"[[policies]]\n{each}" for each in [*policies, 'mode = "observe"']]
     plan.write_text("version = 1\n[placement]\nnum_devices = 8\n" + "\n".join(lines) + "\n")
     paper = "capacity_factor=2,unit=expert"
-    ran = _run("demo", "--plan", str(plan), "--policy", paper, "--text", "prose", *SMALL)
+    out = ["--out", str(tmp_path / "judged")]
+    ran = _run("demo", "--plan", str(plan), "--policy", paper, "--text", "prose", *SMALL, *out)
     assert ran.exit_code == 0, ran.output
-    lines = ran.stdout.splitlines()
+    shown = [line for line in ran.stdout.splitlines() if not line.startswith("Written: ")]
+    assert max(map(len, shown)) <= 80
+    assert ran.stdout.startswith("plan: perplexity ")
+    assert f"Written: {tmp_path / 'judged' / 'eval.md'}" in ran.stdout.replace("\n", "")
+    lines = (tmp_path / "judged" / "eval.md").read_text().splitlines()
     assert any(line.startswith("| plan | +") for line in lines)
     (row,) = [line for line in lines if line.startswith("| OLMoE | Score, 2.0 |")]
     ours = row.split("|")[-2].strip()

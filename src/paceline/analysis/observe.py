@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.analysis.results import Choices, ModelLoads, ObservedLayer, OverallStats
-from paceline.balance import combine_peaks, share, straggler_loss
+from paceline.balance import combine_peaks, sample_of, share, straggler_loss
 from paceline.batches import Sampling, check_length, make_batches, run_batch
 from paceline.facts import Facts
 from paceline.placement import ExpertPlacement, describe_placements
@@ -126,6 +126,9 @@ def observe_loads(
         tokens_an_expert=here,
         overall=_overall(layers),
         layers=observed,
+        sample=sample_of(
+            sum(tokens.values()), len(batches), evidence[layers[0].name].k, placements[0].sizes
+        ),
     )
 
 

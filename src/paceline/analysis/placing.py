@@ -23,7 +23,14 @@ from paceline.analysis.results import (
     PlacementsElsewhere,
     PlaceResult,
 )
-from paceline.analysis.traffic import Part, batch_loads, batches_of, count_batches, pieces_of
+from paceline.analysis.traffic import (
+    Part,
+    batch_loads,
+    batches_of,
+    count_batches,
+    pieces_of,
+    sample,
+)
 from paceline.analysis.verdict import placement_verdict
 from paceline.balance import Peaks, peaks, straggler_loss
 from paceline.plan import Plan
@@ -62,6 +69,10 @@ class PlacementSpec:
     replicas: int = 0
     groups: int = 1
     nodes: int | None = None
+
+    def slots_differ(self, experts: int) -> bool:
+        """Return True if devices can't have equally many slots."""
+        return (experts + self.replicas) % self.devices != 0
 
     def shape(self, experts: int, replicas: int | None = None) -> Shape:
         """Make the requirements on a layer with so many experts.
@@ -140,6 +151,8 @@ def place(
     judge: Trace | None = None,
     batch_tokens: int | None = None,
     progress: Progress | None = None,
+    *,
+    best_of: bool = False,
 ) -> tuple[Maps, PlaceResult]:
     """Search the map of every layer, and judge it beside those of other methods.
 
@@ -148,6 +161,8 @@ def place(
         judge: another trace of the same model, to judge on as well.
         batch_tokens: tokens per batch to judge on; None: the trace's own forwards, else 1024.
         progress: called with the layers placed, their number, and the last one.
+        best_of: return the maps of the method that is best on batches that took no part in a fit,
+            instead of the searched ones.
 
     Raises:
         ValueError: if there is no such placement, or the two traces aren't of one model.
@@ -203,9 +218,18 @@ def place(
         else None,
         other_trace=elsewhere,
         verdict=[],
+        sample=sample(cut, Part(half, batches), spec.devices),
     )
+    result.method = "search_replicas" if spec.replicas else "search"
+    if best_of:
+        result.method = result.best
+    if spec.slots_differ(layers[0].experts):
+        result.notes.append(
+            f"EPLB is left out: it needs equally many slots per device, and {layers[0].experts} "
+            f"experts on {spec.devices} devices are not"
+        )
     result.verdict = placement_verdict(result)
-    return whole["search_replicas" if spec.replicas else "search"], result
+    return whole[result.method], result
 
 
 def _methods(loads: Loads, spec: PlacementSpec) -> dict[str, ExpertMap]:

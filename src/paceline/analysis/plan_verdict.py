@@ -11,7 +11,7 @@ from paceline.analysis.results import (
     loss,
     loss_unit,
 )
-from paceline.analysis.verdict import PROXY
+from paceline.analysis.verdict import PROXY, too_little
 from paceline.text import percent, signed_percent
 
 
@@ -24,29 +24,31 @@ def decide(result: PlanResult) -> tuple[str, list[str]]:
     Args:
         result: without decision and verdict.
     """
-    part = result.deciding
+    part, sample = result.deciding, result.sample
+    if sample is not None and sample.too_little:
+        return "nothing", [too_little(sample, result.devices, "traffic to judge a plan on")]
     decision, lines = _decision(part, result)
     gain = part.ways["place"].gain
     if result.other_trace is not None:
         own = result.second_half.ways["place"].gain
         carries = (
-            ": it doesn't carry over, and a cap is what bounds a batch when traffic changes."
+            ": it doesn't carry over. Only a cap bounds every batch, whatever the traffic."
             if gain < own / 3
             else "."
         )
         lines.append(
-            f"On the traffic it was fitted on (its second half) the placement gains {percent(own)},"
-            f" on the other traffic {percent(gain)}{carries}"
+            f"The placement gains {percent(own)} on the second half of the traffic that it was "
+            f"fitted on, and {percent(gain)} on the other traffic{carries}"
         )
         if "place" not in decision and own >= result.min_gain:
             lines.append(
-                "The placement loses nothing: where traffic stays as it was fitted, place (a plan "
-                "without --judge does)."
+                "If your traffic stays like the fitted one, take the placement: it drops nothing. "
+                "A plan without --judge does so."
             )
     else:
         lines.append(
-            "Judged on the second half of the same traffic, which can't tell what happens when "
-            "traffic changes: give a second trace with --judge."
+            "This was judged on the second half of the same traffic. --judge takes a second trace, "
+            "which tells how the plan does when traffic changes."
         )
     lines += _active_lines(part, result, decision)
     lines += _budget_lines(result, decision, loss_unit(part.ways["nothing"]))
@@ -54,9 +56,9 @@ def decide(result: PlanResult) -> tuple[str, list[str]]:
     if isinstance(replicas, ReplicaCost):
         lines.append(
             f"Replicas would gain {signed_percent(_over(replicas, part.ways['place']))} over the "
-            f"placement alone, for {replicas.replica_gb_a_device:.2f} GB of each device."
+            f"placement alone, and take {replicas.replica_gb_a_device:.2f} GB per device."
         )
-    lines.append("Times are the cost model's, not measured.")
+    lines.append("Times come from a cost model; nothing was timed.")
     if "cap" in decision:
         lines.append(PROXY)
     return decision, lines
@@ -70,12 +72,13 @@ def _decision(part: JudgedPlan, result: PlanResult) -> tuple[str, list[str]]:
     if part.perfect_balance_gain < least and max(cap.gain, both.gain) < least:
         share = percent(base.stages["experts"] / base.microseconds, 0)
         return "nothing", [
-            f"Not worth it: perfect balance would gain {balance} of a step of {step}, less than "
-            f"--min-gain {percent(least, 0)} ({share} of the step is experts)."
+            f"Not worth it: perfect balance would make a step through the recorded layers "
+            f"({step}) {balance} faster, less than --min-gain {percent(least, 0)}; {share} of the "
+            "step is expert time."
         ]
     lines = [
-        f"Perfect balance would gain {balance} of a step of {step} through the MoE layers.",
-        f"Placement alone gains {percent(place.gain)} and loses nothing.",
+        f"Perfect balance would make a step through the recorded layers ({step}) {balance} faster.",
+        f"Placement alone gains {percent(place.gain)} and drops nothing.",
     ]
     on_top = percent(_over(both, place))
     if place.gain >= least:
@@ -116,14 +119,14 @@ def _active_lines(part: JudgedPlan, result: PlanResult, decision: str) -> list[s
     before = part.ways["place" if base == "placed" else "nothing"]
     loosest = sorted(points, key=lambda point: -point.max_active)[:3]
     lines = [
-        f"Decode: batches with fewer than {result.min_expert_load} rows per expert wait for "
-        f"weights, and the device with the most reads {before.most_active_experts:.1f} experts. "
-        f"Capping those gives: {'; '.join(_active(point, before) for point in loosest)}."
+        f"Decode: batches with fewer than {result.min_expert_load} rows per expert are bound by "
+        f"reading weights, and the busiest device reads {before.most_active_experts:.1f} experts. "
+        f"Limiting that number gives: {'; '.join(_active(point, before) for point in loosest)}."
     ]
     if all(loss(point) > result.max_mass_loss for point in points):
         lines.append(
-            f"Each loses more than --max-mass-loss {percent(result.max_mass_loss)}: allow more if "
-            "quality with calibrated stand-ins (compensate=true) stays good enough."
+            f"Each loses more than --max-mass-loss {percent(result.max_mass_loss)}. With fitted "
+            "stand-ins (compensate=true) quality may still be good enough: measure it."
         )
     return lines
 
@@ -138,20 +141,20 @@ def _budget_lines(result: PlanResult, decision: str, unit: str) -> list[str]:
     lines, most = [], result.max_mass_loss
     if unit != "gate mass":
         lines.append(
-            "The trace holds no weights: losses are counted in assignments, and which of them "
-            "matter least is unknown."
+            "The trace holds no weights, so losses are counted in assignments, and the least "
+            "important ones are unknown."
         )
     base = "in_order" if decision == "cap" else "placed"
     budget, where = result.budgets[base], "in order" if base == "in_order" else "placed"
     if budget is None:
         lines.append(
             f"Every cap chosen for experts {where} loses more than {percent(most)} of the {unit} "
-            "on the batches that judge."
+            "on the batches that it is judged on."
         )
     elif budget < most:
         lines.append(
-            f"The caps for experts {where} were chosen to lose at most {percent(budget, 2)}: with "
-            f"looser ones, more than {percent(most)} would be lost on the batches that judge."
+            f"The caps for experts {where} were chosen to lose at most {percent(budget, 2)}. "
+            f"Tighter ones lose more than {percent(most)} on the batches that they are judged on."
         )
     return lines
 

@@ -31,6 +31,7 @@ from paceline.analysis.traffic import (
     batches_of,
     count_batches,
     picked,
+    sample,
     spread_over,
 )
 from paceline.plan import Plan
@@ -133,6 +134,7 @@ def make_plan(
         variants=variants(seen, maps, taken["placed"], seconds, goal, steps),
         decision="",
         verdict=[],
+        sample=sample(cut, Part(half, batches), goal.spec.devices),
     )
     result.decision, result.verdict = decide(result)
     base = "placed" if "place" in result.decision else "in_order"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from paceline.balance import Sample
 from paceline.routing.layer_stats import LayerStats
 from paceline.traces.results import Result, TraceLoads
 
@@ -95,6 +96,7 @@ class ModelLoads(Result):
     tokens_an_expert: float | None
     overall: OverallStats
     layers: list[ObservedLayer]
+    sample: Sample
 
 
 # A placement: `paceline.analysis.placing`.
@@ -149,6 +151,20 @@ class PlaceResult(Result):
     second_half: JudgedPlacements | None
     other_trace: PlacementsElsewhere | None
     verdict: list[str]
+    sample: Sample | None = None
+    method: str = "search"
+
+    @property
+    def deciding(self) -> JudgedPlacements | None:
+        """The part whose batches took no part in a fit; None where there is one batch."""
+        return self.other_trace or self.second_half
+
+    @property
+    def best(self) -> str:
+        """The method that is best there, with replicas if any are allowed."""
+        part = self.deciding or self.same_batches
+        names = [name for name in part.ways if name.endswith("_replicas") == bool(self.replicas)]
+        return min(names, key=lambda name: (part.ways[name].overall, name != self.method))
 
 
 # Caps of every size: `paceline.analysis.cap_study`.
@@ -347,6 +363,7 @@ class PlanResult(Result):
     decision: str
     verdict: list[str]
     plan: str | None = None
+    sample: Sample | None = None
 
     @property
     def deciding(self) -> JudgedPlan:

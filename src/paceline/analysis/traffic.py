@@ -16,6 +16,8 @@ import torch
 
 from paceline.analysis.expert_map import ExpertMap, Loads
 from paceline.analysis.placement_search import MAX_PIECES, PIECE_TOKENS
+from paceline.balance import Sample, sample_of
+from paceline.placement import ExpertPlacement
 from paceline.progress import Progress
 from paceline.traces import Trace
 from paceline.traces.chunk import Chunk
@@ -110,6 +112,16 @@ def batch_loads(trace: Trace, part: Part) -> Iterator[tuple[list[Loads], Loads]]
             for layer, described in enumerate(trace.header.layers)
         ]
         yield loads, tokens.max(1)
+
+
+def sample(trace: Trace, part: Part, devices: int) -> Sample | None:
+    """Describe the tokens of some batches; None where the trace holds shares, not counts."""
+    layer = trace.header.layers[0]
+    if trace.header.content == "shares" or layer.k is None:
+        return None
+    tokens = sum(int(each.sum()) for _, each in batch_loads(trace, part))
+    sizes = ExpertPlacement.contiguous(layer.experts, devices).sizes
+    return sample_of(tokens, part.end - part.first, layer.k, sizes)
 
 
 def spread_over(part: Part, at_most: int) -> list[int]:

@@ -13,7 +13,7 @@ from paceline.analysis.results import (
     loss,
     loss_unit,
 )
-from paceline.balance import straggler_loss
+from paceline.balance import Sample, straggler_loss
 from paceline.text import capped_nothing, percent, times
 from paceline.traces.results import RepeatedRows, TraceLoads
 
@@ -22,6 +22,7 @@ IN_ORDER, PLACED = "in order", "placed"
 
 PROXY = "Gate mass is a proxy: measure quality on your task before a cap goes into service."
 _LITTLE = 0.05  # an average wait below this is hardly worth a cap
+_CHANCE = 2.0  # times the unevenness by chance: up to here most of it is chance
 _SHOWN = 0.05  # a share of repeated rows that is worth a line
 
 
@@ -42,6 +43,30 @@ def waiting(peak_to_mean: float, devices: int, note: str = "", batches: str = ""
         f"{start} average device waits {wait} of the expert time for the busiest of {devices} "
         f"({times(peak_to_mean)} the mean load{note})."
     )
+
+
+def too_little(sample: Sample, devices: int, what: str = "text") -> str:
+    """Say that there are too few tokens, and how many would do.
+
+    >>> too_little(Sample(3, 326, True, 2.04), 8)
+    'Too little text to tell: in batches as small as these the busiest of 8 devices has about \
+2.04× the mean by chance alone. There are 3 tokens; at least 326 are needed.'
+    """
+    return (
+        f"Too little {what} to tell: in batches as small as these the busiest of {devices} devices "
+        f"has about {times(sample.by_chance)} the mean by chance alone. There are "
+        f"{sample.tokens:,} tokens; at least {sample.tokens_needed:,} are needed."
+    )
+
+
+def _chance(sample: Sample | None, peak: float) -> list[str]:
+    """Say how much of an uneven load is chance, where that is most of it."""
+    if sample is None or peak <= 1 or peak - 1 > _CHANCE * (sample.by_chance - 1):
+        return []
+    return [
+        f"Most of that is chance: were every expert equally likely, batches of this size would "
+        f"have {times(sample.by_chance)}. A placement can't change it; larger batches do."
+    ]
 
 
 def ceiling(speedup: float) -> str:
@@ -65,7 +90,10 @@ def model_verdict(result: ModelLoads) -> list[str]:
     overall, devices = result.overall, result.devices
     peak = overall.device_peak_to_mean_before
     degenerate = bool(result.degenerate)
-    if degenerate:
+    if result.sample.too_little:
+        lines = [too_little(result.sample, devices)]
+        degenerate = True
+    elif degenerate:
         lines = [
             f"These loads say nothing about real traffic: {'; '.join(result.degenerate)}.",
             f"The busiest of {devices} devices has {times(peak)} the mean rows here; the gain of a "
@@ -74,7 +102,8 @@ def model_verdict(result: ModelLoads) -> list[str]:
     else:
         lines = [
             f"{waiting(peak, devices)} {ceiling(peak)} Communication and attention are not "
-            "included."
+            "included.",
+            *_chance(result.sample, peak),
         ]
     if result.policy is not None:
         lines.append(_policy_effect(result, peak, degenerate))
@@ -85,7 +114,8 @@ def _policy_effect(result: ModelLoads, peak: float, degenerate: bool) -> str:
     overall = result.overall
     if result.mode == "observe":
         return "The policy only observes: nothing is capped."
-    if not overall.capped_forwards:
+    expands = result.policy is not None and "expand" in result.policy
+    if not overall.capped_forwards or not (overall.dropped_share or expands):
         return _never_applied(result)
     would, ending = ("would ", "") if result.mode == "shadow" else ("", "s")
     drops = f"{would}drop{ending} {percent(overall.dropped_share)} of the assignments"
@@ -121,10 +151,14 @@ def _never_applied(result: ModelLoads) -> str:
 
 def trace_verdict(result: TraceLoads) -> list[str]:
     """Describe a result of `trace_loads`: the wait, the ceiling, and how far to trust them."""
-    overall = result.overall
+    overall, sample = result.overall, result.sample
+    repeated = [] if result.rows is None else _repeated(result.rows)
+    if sample is not None and sample.too_little:
+        return [too_little(sample, result.devices, "traffic"), *repeated]
     lines = [
         f"{waiting(overall.device_peak_to_mean, result.devices, ', over batches and layers')} "
-        f"{ceiling(overall.perfect_balance_speedup)}"
+        f"{ceiling(overall.perfect_balance_speedup)}",
+        *_chance(sample, overall.device_peak_to_mean),
     ]
     if result.batches == 1:
         lines.append(
@@ -135,7 +169,7 @@ def trace_verdict(result: TraceLoads) -> list[str]:
             f"A batch here is a {result.batches_are}, which no layer computes alone: "
             "--batch-tokens cuts the tokens into batches as you run them."
         )
-    return lines + ([] if result.rows is None else _repeated(result.rows))
+    return lines + repeated
 
 
 def _repeated(rows: RepeatedRows) -> list[str]:
@@ -157,47 +191,74 @@ def _repeated(rows: RepeatedRows) -> list[str]:
 
 
 def placement_verdict(result: PlaceResult) -> list[str]:
-    """Describe a result of `place`."""
-    method = "search_replicas" if result.replicas else "search"
-    halves, other = result.second_half, result.other_trace
-    if halves is None:
+    """Describe a result of `place`: first what it does on batches that took no part in the fit."""
+    method, part = result.method, result.deciding
+    if part is None:
         before, after = _before_after(result.same_batches, method)
-        lines = [
-            f"On the very batch it was made for, the busiest device has {times(after)} the mean "
-            f"instead of {times(before)}: one batch can't tell what others would give."
+        return [
+            f"On the one batch that it was fitted on, the busiest device has {times(after)} the "
+            f"mean instead of {times(before)}; one batch can't tell how it does on others."
         ]
-    else:
-        before, after = _before_after(halves, method)
-        lines = [
-            f"Fitted on the first half and judged on the second: the busiest device has "
-            f"{times(after)} the mean instead of {times(before)}, "
-            f"{percent(1 - after / before, 0)} fewer rows to wait for, without any loss."
-        ]
-        if before / after < 1.02:
-            lines.append("That is hardly worth moving weights for.")
-        if result.replicas:
-            alone = halves.ways["search"].overall
-            lines.append(
-                f"Without replicas it would be {times(alone)}"
-                + (": they are not needed." if alone / after < 1.02 else ".")
-            )
-        lines.append(
-            "Two halves of one traffic are alike: they can't tell what happens when traffic "
-            "changes." + ("" if other else " A second trace can (--judge).")
-        )
+    if result.sample is not None and result.sample.too_little:
+        return [too_little(result.sample, result.devices, "traffic to judge a placement on")]
+    halves, other = result.second_half, result.other_trace
+    lines = []
     if other is not None:
-        before, after = _before_after(other, method)
-        carries = (
-            "the placement carries over"
-            if before / after >= 1.1
-            else "it carries over little"
-            if before / after >= 1.02
-            else "it does not carry over"
-        )
+        lines.append(f"On {other.trace}, {_effect(other, method)}: {_carries(other, method)}.")
+    if halves is not None:
+        lines.append(f"On the second half of {result.trace}, {_effect(halves, method)}.")
+    if result.best != method:
+        best = part.ways[result.best].overall
         lines.append(
-            f"On {other.trace}: {times(after)} the mean instead of {times(before)}: {carries}."
+            f"{METHODS[result.best]} does better on the traffic that took no part in the fit: "
+            f"{times(best)}. --best-of writes that placement."
         )
+    elif method not in ("search", "search_replicas"):
+        lines.append(f"This is {METHODS[method]}, the best there of all methods compared.")
+    if result.replicas:
+        alone, after = part.ways["search"].overall, part.ways[method].overall
+        needed = ": replicas are not needed." if alone / after < 1.02 else "."
+        lines.append(f"Without replicas it would be {times(alone)}{needed}")
+    lines.append(
+        "A placement drops nothing."
+        + (
+            ""
+            if other is not None
+            else " Two halves of one traffic are alike: --judge takes a second trace, which tells "
+            "how the placement does when traffic changes."
+        )
+    )
     return lines
+
+
+METHODS = {
+    "in_order": "Experts in order",
+    "heaviest_first": "Heaviest first",
+    "eplb": "EPLB without replicas",
+    "search": "Paceline's search",
+    "eplb_replicas": "EPLB with replicas",
+    "search_replicas": "Paceline's search with replicas",
+}
+"""Method of placing experts -> its name."""
+
+
+def _effect(part: JudgedPlacements, method: str) -> str:
+    before, after = _before_after(part, method)
+    fewer = percent(1 - after / before, 0)
+    change = f"{fewer} fewer rows" if after < before else "no fewer rows"
+    return (
+        f"the busiest device has {times(after)} the mean instead of {times(before)} in order "
+        f"({change})"
+    )
+
+
+def _carries(part: JudgedPlacements, method: str) -> str:
+    before, after = _before_after(part, method)
+    if before / after >= 1.1:
+        return "the placement carries over to other traffic"
+    if before / after >= 1.02:
+        return "the placement carries over to other traffic only in part"
+    return "the placement does not carry over to other traffic"
 
 
 def _before_after(part: JudgedPlacements, method: str) -> tuple[float, float]:
@@ -224,8 +285,8 @@ def caps_verdict(study: CapStudy, most: float = 0.01) -> list[str]:
         assert placed is not None
         fewer = 1 - placed / base.busiest_device
         lines.append(
-            f"The placement ({study.placement_is}) brings that to {times(placed)}: "
-            f"{percent(fewer, 0)} fewer rows to wait for, nothing lost."
+            f"The placement ({study.placement_is}) brings that to {times(placed)}, "
+            f"{percent(fewer, 0)} fewer rows on the busiest device, and drops nothing."
             if fewer > 0
             else f"The placement ({study.placement_is}) doesn't help here: {times(placed)}."
         )
@@ -233,12 +294,12 @@ def caps_verdict(study: CapStudy, most: float = 0.01) -> list[str]:
         lines += _best_cap(study, name, most)
     if not study.keep:
         lines.append(
-            "The trace holds counts, not what each token chose: caps can't be tried on it."
+            "The trace holds counts, not each token's choice, so caps can't be tried on it."
         )
     if PLACED not in names:
-        lines.append("This is one batch, which can't tell what a placement would give on others.")
+        lines.append("This is one batch, so a placement can't be judged on others.")
     lines.append(
-        "Rows are counted, nothing is timed: what they cost depends on model and hardware. " + PROXY
+        "These are counts of rows, not times, which depend on model and hardware. " + PROXY
     )
     return lines
 
@@ -252,19 +313,21 @@ def _best_cap(study: CapStudy, placement: str, most: float) -> list[str]:
     allowed = [way for way in caps if loss(way) <= most]
     if not allowed:
         return [
-            f"Experts {placement}: every device cap tried loses more than {bound} of the {unit}."
+            f"Experts {placement}: every cap per device that was tried loses more than {bound} of "
+            f"the {unit}."
         ]
     best = max(allowed, key=lambda way: (way.gain, way.gamma))
     fewer = 1 - study.way(placement).gain / best.gain
     if fewer < 0.005:
         return [
-            f"Experts {placement}: a device cap within {bound} of the {unit} gains next to nothing."
+            f"Experts {placement}: a cap per device that loses at most {bound} of the {unit} gains "
+            "next to nothing."
         ]
     price = f"{percent(best.dropped_share, 2)} of the assignments"
     if unit != "assignments":
         price += f" and {percent(loss(best), 2)} of the {unit}"
     return [
-        f"Experts {placement}: of the device caps that lose at most {bound} of the {unit}, "
-        f"capacity_factor={best.gamma:g} saves the most: {percent(fewer)} fewer rows to wait for "
-        f"than without a cap, for {price}."
+        f"Experts {placement}: of the caps per device that lose at most {bound} of the {unit}, "
+        f"capacity_factor={best.gamma:g} saves the most: {percent(fewer)} fewer rows on the "
+        f"busiest device than without a cap, for {price} dropped."
     ]

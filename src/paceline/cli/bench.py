@@ -20,6 +20,7 @@ from paceline.cli.output import (
     command_line,
     emit,
     guarded,
+    print_end,
     progress,
     writing,
 )
@@ -224,18 +225,26 @@ def _finish(results: Results, out: Path | None, html: Path | None, as_json: bool
     """Print a table and write the files, on rank 0 alone."""
     if os.environ.get("RANK", "0") != "0":
         return
-    from paceline.bench.show import bench_page, show
+    from paceline.bench.page import bench_page
+    from paceline.cli.bench_tables import show
     from paceline.files import to_json, write_text
 
     results.created = datetime.now(timezone.utc).isoformat(timespec="seconds")
     results.command = command_line()
     results.seconds = None
     emit(results, as_json, show)
+    written = []
     with writing() as write:
-        if out is not None:
-            write("out", out, lambda: write_text(out, to_json(results.to_dict()), private=False))
-        if html is not None:
-            write("html", html, lambda: write_text(html, bench_page(results), private=False))
+        if out is not None and write(
+            "out", out, lambda: write_text(out, to_json(results.to_dict()), private=False)
+        ):
+            written.append(out)
+        if html is not None and write(
+            "html", html, lambda: write_text(html, bench_page(results), private=False)
+        ):
+            written.append(html)
+        if not as_json:
+            print_end(written)
 
 
 @bench.command("hardware")
@@ -267,7 +276,7 @@ def bench_hardware_verb(
 
     from paceline.analysis.hardware import Hardware, save_hardware
     from paceline.bench.hardware import fit_this_machine
-    from paceline.bench.show import show_fit
+    from paceline.cli.bench_tables import show_fit
 
     with progress() as tell:
         result = fit_this_machine(None if link is None else link * 1e9, rounds, threads, tell)
@@ -278,4 +287,4 @@ def bench_hardware_verb(
     more = {name: value for name, value in result.items() if name != "hardware"}
     with writing() as write:
         if write("out", out, lambda: save_hardware(fitted, out, more)) and not json:
-            typer.echo(f"Written: {out}")
+            print_end([out], [["plan", "TRACE", "--model-config", "MODEL", "--hardware", str(out)]])

@@ -11,11 +11,11 @@ from paceline.cli import options
 from paceline.cli.output import (
     check_folder,
     command_line,
-    console,
     emit,
     guarded,
-    print_lines,
+    print_end,
     print_table,
+    print_verdict,
     progress,
     writing,
 )
@@ -59,15 +59,14 @@ def demo(
         written = write("out", out, lambda: save_demo(result, out))
         emit(result, json, _show)
         if written and not json:
-            typer.echo(f"Page: {out / 'index.html'}")
+            print_end([out / "index.html", out / "results.json"], [["loads", "demo"]])
 
 
 def _show(result: DemoResult) -> None:
     from paceline.demo.settings import KINDS
     from paceline.text import percent, signed_percent, times
 
-    console().print(result.findings.headline, style="bold")
-    print_lines(f"- {line}" for line in result.findings.lines)
+    print_verdict([result.findings.headline, *(f"- {line}" for line in result.findings.lines)])
     for kind, words in KINDS.items():
         print_table(
             f"{words.capitalize()} (speed-up: emulated)",

@@ -16,8 +16,13 @@ from paceline.cli.output import (
     check_at_least,
     check_folder,
     command_line,
+    continued_by_same_command,
     emit,
     guarded,
+    print_end,
+    print_lines,
+    print_table,
+    print_verdict,
     progress,
     writing,
 )
@@ -25,7 +30,8 @@ from paceline.cli.sources import load, most_devices, plan_from_options, read_tex
 from paceline.shipped import TASK_FOLDER
 
 if TYPE_CHECKING:
-    from paceline.evaluation.results import EvalResult, PointByText, SweepResult
+    from paceline.evaluation.results import EvalResult
+    from paceline.evaluation.sweep_results import SweepResult
     from paceline.plan import Plan
 
 COMPOSITIONS = ("one_text", "mixed", "solo")
@@ -158,7 +164,7 @@ def evaluate(
     network, tokenizer = load(model, dtype.value, trust_remote_code)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-    with progress() as tell:
+    with progress() as tell, continued_by_same_command(kept=out is not None):
         if axes is not None:
             result: EvalResult | SweepResult = sweep(
                 network, tokenizer, texts, axes=[axes], plan=places, calibration=fitted,
@@ -169,13 +175,16 @@ def evaluate(
             job = Job(texts, sampling, ways, chosen, limit, batch_size)
             result = judge(subject, job, out=out, progress=tell)
     result.model, result.command = model, command_line()
-    shown, files = _files(result)
+    files, written = _files(result), []
     with writing() as write:
         if out is not None:
             for name, content in files.items():
                 save = partial(write_text, out / name, content, private=True)
-                write("out", out / name, save)
-        emit(result, json, lambda _: typer.echo(shown, nl=False))
+                if write("out", out / name, save):
+                    written.append(out / name)
+        emit(result, json, _show)
+        if not json:
+            print_end(written, _next(model, policies, result, calibration))
 
 
 # -- options ---------------------------------------------------------------------------------------
@@ -229,29 +238,65 @@ def _refuse(reason: str, **options: Any) -> None:
 # -- results ---------------------------------------------------------------------------------------
 
 
-def _files(result: EvalResult | SweepResult) -> tuple[str, dict[str, str]]:
-    """Return a result as Markdown, and the content of its files by name."""
+def _files(result: EvalResult | SweepResult) -> dict[str, str]:
+    """Return the content of a result's files by name."""
     from paceline.evaluation.results import EvalResult
     from paceline.evaluation.tables import idle_lines, markdown
+    from paceline.evaluation.verdict import short_form
     from paceline.reporting.pages import sweep_page
     from paceline.reporting.quality_figures import sweep_table
 
     if isinstance(result, EvalResult):
-        shown = markdown(result)
         if found := result.batches["found"]:
             typer.echo(f"{found} batches had been computed before", err=True)
-        return shown, {EVAL_FILE: result.to_json(), "eval.md": shown}
+        return {EVAL_FILE: result.to_json(), "eval.md": markdown(result)}
     swept = result.to_dict()
-    idle = idle_lines((_name(point), point.capped_nothing) for point in result.points)
-    shown = sweep_table(swept) + "".join(f"{line}\n" for line in idle)
-    files = {SWEEP_FILE: result.to_json(), "sweep.md": shown, "sweep.html": sweep_page(swept)}
-    return shown, files
+    idle = idle_lines((short_form(point), point.capped_nothing) for point in result.points)
+    shown = sweep_table(swept) + "".join(f"\n{line}\n" for line in idle)
+    return {SWEEP_FILE: result.to_json(), "sweep.md": shown, "sweep.html": sweep_page(swept)}
 
 
-def _name(point: PointByText) -> str:
-    from paceline.policy import CapacityPolicy
+def _show(result: EvalResult | SweepResult) -> None:
+    from paceline.evaluation.results import EvalResult
+    from paceline.evaluation.tables import heading, idle_lines, tables
+    from paceline.evaluation.verdict import eval_verdict, short_form, sweep_verdict
+    from paceline.reporting.quality_figures import sweep_rows
 
-    return str(CapacityPolicy(**{name: getattr(point, name) for name in POINT}))
+    if isinstance(result, EvalResult):
+        for line in eval_verdict(result):
+            print_verdict([line])
+        print_lines(["", *heading(result)])
+        for each in tables(result):
+            print_lines([""])
+            print_table(each.title, each.header, each.rows, fold=True)
+            print_lines([each.note, *each.after])
+        return
+    print_verdict(sweep_verdict(result))
+    about, header, rows = sweep_rows(result.to_dict())
+    print_table("Every cap; those that no other beats have a star", header, rows, fold=True)
+    print_lines([about])
+    print_lines(idle_lines((short_form(point), point.capped_nothing) for point in result.points))
+
+
+def _next(
+    model: str,
+    policies: list[Any],
+    result: EvalResult | SweepResult,
+    calibration: Path | str | None,
+) -> list[list[str]]:
+    """Return the command to run after a result: serve the first policy, or a sweep's choice."""
+    from paceline.evaluation.results import EvalResult
+    from paceline.evaluation.verdict import best_bearable, short_form
+
+    if isinstance(result, EvalResult):
+        chosen = str(policies[0]) if policies else None
+    else:
+        best = best_bearable(result)
+        chosen = None if best is None else short_form(best)
+    if chosen is None:
+        return []
+    more = ["--calibration", str(calibration)] if "compensate" in chosen else []
+    return [["serve", model, "--policy", chosen, *more]]
 
 
 # -- earlier results -------------------------------------------------------------------------------

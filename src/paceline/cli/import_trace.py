@@ -18,7 +18,7 @@ def import_trace(
     trace: Annotated[
         list[str],
         typer.Argument(
-            help="Trace: a file or folder of any known format; several: the ranks of one run."
+            help="Trace: a file or folder of any known format; several: ranks, or batches."
         ),
     ],
     out: options.NewTrace,
@@ -35,9 +35,10 @@ def import_trace(
     Every verb that takes a trace also reads such files as they are. A trace of Paceline's own is
     quicker to read, private, and needs none of the options that describe the file.
 
-    Several recordings are those of the ranks of one run. The tokens of ranks that saw their own
-    (data parallelism) come side by side, forward by forward, as a layer computes them; ranks that
-    all saw the same (tensor parallelism) count once.
+    Several recordings of forwards are those of the ranks of one run. The tokens of ranks that saw
+    their own (data parallelism) come side by side, forward by forward, as a layer computes them;
+    ranks that all saw the same (tensor parallelism) count once. Several files that don't tell
+    forwards apart, such as a table of counts per kind of traffic, become batches of one trace.
 
     \b
     Examples:
@@ -45,19 +46,20 @@ def import_trace(
       paceline import completions.jsonl --model-config config.json --out trace
       paceline import expert_distribution_recorder_1764456001.0_0.pt --out trace
       paceline import expert_scores/law --experts 64 --k 6 --out trace
+      paceline import monday.json tuesday.json wednesday.json --out trace
     """
     check_trace(out)
     from paceline.traces import save_trace
-    from paceline.traces.merge import merged
+    from paceline.traces.merge import combined
 
-    ranks = [
+    traces = [
         read_trace(
             name, experts=experts, k=k, layers=layers, model_config=model_config,
             world_size=world_size, physical=physical,
         )
         for name in trace
     ]  # fmt: skip
-    read = ranks[0] if len(ranks) == 1 else merged(ranks)
+    read = combined(traces)
     with progress() as tell:
         count, tokens = save_trace(read, out, tell)
     header = read.header

@@ -19,6 +19,7 @@ from paceline.cli.output import (
     guarded,
     print_lines,
     print_table,
+    print_verdict,
     progress,
     run_facts,
     writing,
@@ -267,9 +268,11 @@ def _show(result: ModelLoads, verdict: list[str]) -> None:
         for layer in result.layers
     ]
     shown = len(columns) if result.policy is not None else columns.index("dropped")
+    print_verdict(verdict)
+    texts = ", ".join(f"{name} ({count:,} tokens)" for name, count in result.tokens_by_text.items())
+    print_lines([f"Text: {texts}."])
     print_table(
         "Busiest expert and device of every layer; how long an average device waits",
         columns[:shown],
         [row[:shown] for row in rows],
     )
-    print_lines(verdict)

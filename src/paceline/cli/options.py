@@ -28,6 +28,13 @@ class ContentName(str, Enum):
     scores = "scores"
 
 
+def _not_empty(policies: list[str] | None) -> list[str] | None:
+    """Refuse an empty policy, which would cap nothing."""
+    if policies and not all(policy.strip() for policy in policies):
+        raise typer.BadParameter('must not be empty; a policy that only counts is "mode=observe".')
+    return policies
+
+
 def calibration_folder(name: str) -> Path:
     """Return the folder of a calibration; `demo` is the one that comes with the demo model."""
     return CALIBRATION_FOLDER if name == DEMO else Path(name)
@@ -103,7 +110,8 @@ RequiredPlan = Annotated[Path, typer.Option("--plan", help=f"{_PLAN}.")]
 PlanFiles = Annotated[list[Path] | None, typer.Option("--plan", help=f"{_PLAN}; may be repeated.")]
 Policy = Annotated[str | None, typer.Option(help=f"{_POLICY}.")]
 Policies = Annotated[
-    list[str] | None, typer.Option("--policy", "-p", help=f"{_POLICY}; may be repeated.")
+    list[str] | None,
+    typer.Option("--policy", "-p", help=f"{_POLICY}; may be repeated.", callback=_not_empty),
 ]
 CalibrationFolder = Annotated[
     Path | None,

@@ -21,7 +21,7 @@ from paceline.progress import Progress
 if TYPE_CHECKING:
     from rich.console import Console
 
-BAD_INPUT = 2
+BAD_INPUT, INTERRUPTED = 2, 130  # exit codes
 _EVERY = 10.0  # seconds between two plain lines of progress
 
 P = ParamSpec("P")
@@ -53,6 +53,9 @@ def guarded(verb: Callable[P, R]) -> Callable[P, R]:
         warnings.filterwarnings("ignore", message=".*never applied")  # the printed verdict says so
         try:
             return verb(*args, **kwargs)
+        except KeyboardInterrupt:
+            typer.echo("paceline: interrupted.", err=True)
+            raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:  # the reader of a pipe has gone
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(1) from None
@@ -63,6 +66,21 @@ def guarded(verb: Callable[P, R]) -> Callable[P, R]:
             raise typer.Exit(BAD_INPUT) from None
 
     return run
+
+
+@contextmanager
+def continued_by_same_command(kept: bool = True) -> Iterator[None]:
+    """Say at an interruption inside the block that the same command goes on.
+
+    Args:
+        kept: False if nothing is kept, so that it begins anew.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        goes_on = f"the same command goes on: {command_line()}" if kept else "nothing is kept."
+        typer.echo(f"paceline: interrupted; {goes_on}", err=True)
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def check_writable(**files: Path | None) -> None:
@@ -216,19 +234,24 @@ def run_facts() -> dict[str, Any]:
 def print_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], fold: bool = False
 ) -> None:
-    """Print a table: a first column of names, which may fold, and columns of numbers."""
+    """Print a table: a first column of names, which may fold, and columns of numbers.
+
+    Long headings of columns fold at spaces, so that a table of eight columns fits in 80.
+    """
     from rich import box
     from rich.table import Table
 
-    shown = Table(
-        title=title, title_justify="left", box=box.SIMPLE, pad_edge=False, collapse_padding=True
-    )
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     shown.add_column(columns[0], no_wrap=not fold, overflow="fold" if fold else "ellipsis")
     for name in columns[1:]:
-        shown.add_column(name, justify="right")
+        if len(name) > 8:
+            name = name.replace(" ", "\n").replace("\n%", " %").replace("±\n", "± ")
+        shown.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         shown.add_row(*row)
-    console().print(shown)
+    out = console()
+    out.print(title, markup=False)
+    out.print(shown)
 
 
 def console() -> Console:
@@ -238,14 +261,27 @@ def console() -> Console:
     return Console(highlight=False)
 
 
-def print_lines(lines: Iterable[str], written: Iterable[Path | str | None] = ()) -> None:
-    """Print sentences, wrapped at the terminal's width, and the files that were written."""
+def print_lines(lines: Iterable[str]) -> None:
+    """Print sentences, wrapped at the terminal's width."""
     out = console()
     for line in lines:
         out.print(line, markup=False)
+
+
+def print_verdict(lines: Sequence[str]) -> None:
+    """Print a result in a sentence, bold, and what else is to be said of it."""
+    if lines:
+        console().print(lines[0], style="bold", markup=False)
+        print_lines(lines[1:])
+
+
+def print_end(written: Iterable[Path | str | None], then: Sequence[Sequence[str]] = ()) -> None:
+    """Print the files that were written, and commands to run next, by their arguments."""
     for path in written:
         if path is not None:
             typer.echo(f"Written: {path}")
+    for command in then:
+        typer.echo(f"Next: {shlex.join(['paceline', *command])}")
 
 
 # -- progress --------------------------------------------------------------------------------------
@@ -261,7 +297,7 @@ def progress(quiet: bool = False) -> Iterator[Progress]:
         quiet: show nothing, as every rank but the first does.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
     console = Console(stderr=True, quiet=quiet)
@@ -272,7 +308,7 @@ def progress(quiet: bool = False) -> Iterator[Progress]:
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TimeElapsedColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
         console=console,
         transient=True,
     ) as bar:
@@ -283,12 +319,25 @@ def progress(quiet: bool = False) -> Iterator[Progress]:
 
 
 def _plain(console: Console) -> Progress:
-    last = time.monotonic()
+    first = last = time.monotonic()
 
     def show(done: int, total: int, what: str) -> None:
         nonlocal last
-        if done == total or time.monotonic() - last >= _EVERY:
-            last = time.monotonic()
-            console.print(f"{done}/{total} {what}", markup=False, highlight=False, soft_wrap=True)
+        now = time.monotonic()
+        if done == total or now - last >= _EVERY:
+            last = now
+            left = (now - first) * (total - done) / max(done, 1)
+            ending = f", about {_duration(left)} left" if done < total else ""
+            line = f"{done}/{total} {what}{ending}"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     return show
+
+
+def _duration(seconds: float) -> str:
+    """Write a time roughly.
+
+    >>> _duration(42), _duration(170)
+    ('42 s', '3 min')
+    """
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

@@ -14,11 +14,12 @@ from paceline.cli.output import (
     check_folder,
     check_new,
     check_writable,
-    console,
     emit,
     guarded,
+    print_end,
     print_lines,
     print_table,
+    print_verdict,
     progress,
     writing,
 )
@@ -57,8 +58,13 @@ def plan(
     batch_tokens: options.BatchTokens = None,
     pool: Annotated[str, typer.Option(help="Of a cap: batch, request or source.")] = "batch",
     replicas: Annotated[
-        int, typer.Option(help="Slots per layer beyond one per expert, to compare with.")
-    ] = 0,
+        str,
+        typer.Option(
+            metavar="<int|auto>",
+            help="Slots per layer beyond one per expert; auto: the fewest with which devices have "
+            "equally many.",
+        ),
+    ] = "0",
     groups: Annotated[
         int | None,
         typer.Option(help="Expert groups of a group-limited router. Default: the config's."),
@@ -71,6 +77,12 @@ def plan(
         str | None, typer.Option(help="Of the weights: bf16, fp8 or fp4. Default: the config's.")
     ] = None,
     link: options.Link = None,
+    best_of: Annotated[
+        bool,
+        typer.Option(
+            "--best-of", help="With --place-only: write the method that is best where it is judged."
+        ),
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(help="Plan file to write; with replicas it holds the map.")
     ] = None,
@@ -107,6 +119,7 @@ def plan(
       paceline plan monday --judge friday --model-config model --max-mass-loss 0.5%
       paceline plan sample:esft_v2lite_law --place-only --out plan.toml
       paceline plan trace --place-only --replicas 8 --model-config model --maps maps
+      paceline plan monday --judge friday --place-only --best-of --out plan.toml
     """
     from paceline.analysis.expert_map import FORMS, write_maps
     from paceline.analysis.hardware import BYTES
@@ -115,6 +128,8 @@ def plan(
     from paceline.model_config import read_model_config
 
     check_at_least(1, devices=devices)
+    if best_of and not place_only:
+        raise ValueError("--best-of needs --place-only: it chooses among placements.")
     check_writable(out=out)
     check_new(force, out=out)
     check_folder(parents=False, maps=maps)
@@ -127,18 +142,13 @@ def plan(
         config = read_model_config(model_config)
         groups = config.expert_groups if groups is None else groups
         layers = layers or config.hidden_layers
-    spec = PlacementSpec(
-        DEVICES if devices is None else devices, replicas, 1 if groups is None else groups, nodes
-    )
-    goal = None
-    if not place_only:
-        if model_config is None:
-            raise ValueError(
-                "a decision needs the model's sizes: give --model-config, or --place-only for a "
-                "placement alone."
-            )
-        shares = _share("--max-mass-loss", max_mass_loss), _share("--min-gain", min_gain)
-        goal = goal_of(model_config, hardware, spec, precision, link, pool, *shares)
+    if not place_only and model_config is None:
+        raise ValueError(
+            "a decision needs the model's sizes: give --model-config, or --place-only for a "
+            "placement alone."
+        )
+    shares = _share("--max-mass-loss", max_mass_loss), _share("--min-gain", min_gain)
+    extra = None if replicas == "auto" else _count("--replicas", replicas)
 
     def read(name: str) -> Trace:
         return read_trace(
@@ -147,10 +157,17 @@ def plan(
         )  # fmt: skip
 
     source, other = read(trace), None if judge is None else read(judge)
+    many = DEVICES if devices is None else devices
+    if extra is None:
+        extra = -max(layer.experts for layer in source.header.layers) % many
+    spec = PlacementSpec(many, extra, 1 if groups is None else groups, nodes)
+    goal = None
+    if not place_only and model_config is not None:
+        goal = goal_of(model_config, hardware, spec, precision, link, pool, *shares)
     more: dict[str, Any] = {"plan": None if out is None else str(out)}
     with progress() as tell:
         if goal is None:
-            found, placed = place(source, spec, other, batch_tokens, tell)
+            found, placed = place(source, spec, other, batch_tokens, tell, best_of=best_of)
             made = layer_plan(source, found, [])
             more |= {
                 "replica_gb_a_device": _replica_gb(found, model_config, precision),
@@ -175,7 +192,22 @@ def plan(
         else:
             emit(decided, json, _show, **more)
         if not json:
-            print_lines([], [more["plan"], *more.get("maps", [])])
+            print_end([more["plan"], *more.get("maps", [])], _next(more["plan"], trace, place_only))
+
+
+def _next(plan: str | None, trace: str, place_only: bool) -> list[list[str]]:
+    """Return the commands to run after a plan was written."""
+    if plan is None:
+        return []
+    if place_only:
+        return [["loads", trace, "--plan", plan]]
+    return [["loads", trace, "--plan", plan], ["serve", "MODEL", "--plan", plan]]
+
+
+def _count(name: str, text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(f"{name} must be a whole number >= 0, or auto, got {text}.")
+    return int(text)
 
 
 def goal_of(
@@ -230,14 +262,6 @@ def _replica_gb(maps: list[ExpertMap], config: Path | None, precision: str | Non
 # -- tables ----------------------------------------------------------------------------------------
 
 _LOSSES = ("gain", "dropped", "mass lost")
-_METHODS = {
-    "in_order": "experts in order",
-    "heaviest_first": "heaviest first",
-    "eplb": "EPLB, no replicas",
-    "search": "Paceline",
-    "eplb_replicas": "EPLB, with replicas",
-    "search_replicas": "Paceline, with replicas",
-}
 
 
 def _losses(point: StepCost) -> tuple[str, str, str]:
@@ -248,6 +272,7 @@ def _losses(point: StepCost) -> tuple[str, str, str]:
 
 
 def _show(result: PlanResult) -> None:
+    print_verdict([f"Decision: {result.decision}.", *result.verdict])
     _show_part(result.second_half, f"{result.trace}, second half", result)
     if result.other_trace is not None:
         _show_part(result.other_trace, result.other_trace.trace, result)
@@ -257,17 +282,20 @@ def _show(result: PlanResult) -> None:
             ("setting", *_LOSSES),
             [(point.change, *_losses(point)) for point in result.variants],
         )
-    print_lines(f"Note: {note}" for note in result.notes)
-    console().print(f"Decision: {result.decision}", style="bold")
-    print_lines(f"- {line}" for line in result.verdict)
+    print_lines([
+        f"Per step through the {len(result.layers)} recorded layers. Sent: MB that a device sends, "
+        "all layers. Buffer: MB that a device needs to receive the rows of one layer.",
+        *(f"Note: {note}." for note in result.notes),
+    ])  # fmt: skip
 
 
 def _show_part(part: JudgedPlan, title: str, result: PlanResult) -> None:
     print_table(
         f"{title}, on {result.hardware} x {result.devices}",
-        ("way", "us per step", *_LOSSES, "MB sent", "MB received"),
+        ("way", "us per step", *_LOSSES, "sent", "buffer"),
         [
-            (name, f"{way.microseconds:.0f}", *_losses(way), f"{way.bytes_sent / 1e6:.1f}",
+            (name, f"{way.microseconds:.0f}", *_losses(way),
+             f"{way.bytes_sent / result.devices / 1e6:.1f}",
              f"{way.receive_buffer_bytes / 1e6:.1f}")
             for name, way in part.ways.items()
         ],
@@ -294,8 +322,10 @@ def _where(point: FrontierPoint | ActivePoint) -> str:
 
 
 def _show_placement(result: PlaceResult, more: Mapping[str, Any]) -> None:
+    from paceline.analysis.verdict import METHODS
     from paceline.text import times
 
+    print_verdict(result.verdict)
     judged = (result.same_batches, result.second_half, result.other_trace)
     parts = [part for part in judged if part is not None]
     names = ("same batches", "second half", "other trace")
@@ -304,11 +334,11 @@ def _show_placement(result: PlaceResult, more: Mapping[str, Any]) -> None:
         ("placement", *(n for n, part in zip(names, judged, strict=True) if part is not None)),
         [
             (name, *(times(part.ways[method].device_peak_to_mean) for part in parts))
-            for method, name in _METHODS.items()
+            for method, name in METHODS.items()
             if method in result.same_batches.ways
         ],
     )
-    lines = [*(f"Note: {note}" for note in result.notes), *result.verdict]
+    lines = [f"Note: {note}." for note in result.notes]
     if more["replica_gb_a_device"] is not None:
         lines.append(f"Replicas take {more['replica_gb_a_device']:.2f} GB per device.")
     elif result.replicas:

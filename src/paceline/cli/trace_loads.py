@@ -11,8 +11,10 @@ from urllib.parse import quote
 from paceline.cli.output import (
     command_line,
     emit,
+    print_end,
     print_lines,
     print_table,
+    print_verdict,
     progress,
     run_facts,
     writing,
@@ -79,6 +81,7 @@ def _show_balance(result: TraceLoads, verdict: list[str]) -> None:
     def factor(value: float | None) -> str:
         return "-" if value is None else times(value)
 
+    print_verdict(verdict)
     print_table(
         "Busiest device by rows / mean, over batches",
         ("layer", "mean", "p95", "max", "waits", "pooled", "expert", "active"),
@@ -110,7 +113,8 @@ def _show_balance(result: TraceLoads, verdict: list[str]) -> None:
                 f"{group.phase}, {group.modality}{count}: busiest device by these rows alone "
                 f"{factor(group.device_peak_to_mean)} the mean"
             )
-    print_lines([*lines, *verdict, *(f"Note: {note}." for note in result.notes)])
+    print_lines([*lines, *(f"Note: {note}." for note in result.notes)])
+    print_end([], [["plan", result.trace, "--place-only", "--devices", str(result.devices)]])
 
 
 def count_of(batches: int, unit: str, batch_tokens: int | None = None) -> str:
@@ -269,7 +273,7 @@ def study(
     from paceline.analysis.placing import PlacementSpec
     from paceline.analysis.planner import make_plan
     from paceline.cli.plan import goal_of
-    from paceline.evaluation.results import read_sweep
+    from paceline.evaluation.sweep_results import read_sweep
     from paceline.model_config import read_model_config
 
     config: Path | None = facts["model_config"]
@@ -317,7 +321,12 @@ def study(
                 "figures", figures,
                 lambda: written.extend(write_figures(found, figures, planned=planned)),
             )  # fmt: skip
-        emit(found, as_json, lambda _: print_lines(lines, written), **more)
+        emit(found, as_json, lambda _: _show_study(lines, written), **more)
+
+
+def _show_study(lines: list[str], written: list[Path]) -> None:
+    print_verdict(lines)
+    print_end(written)
 
 
 def read_planned(source: str) -> PlanResult | None:

@@ -15,8 +15,10 @@ from paceline.cli.output import (
     check_at_least,
     check_folder,
     check_new,
+    continued_by_same_command,
     emit,
     guarded,
+    print_end,
     print_lines,
     print_table,
     progress,
@@ -132,7 +134,7 @@ def tune(
     fitted = None if folder is None else Calibration.load(folder)
     network, tokenizer = load(model, dtype.value, trust_remote_code)
     result: dict[str, Any] = {}
-    with writing() as write:
+    with continued_by_same_command(), writing() as write:
         if fits:
             sampling = Sampling(tokens or _FIT_TOKENS, batch_size, sequence_length)
             with progress() as tell:
@@ -271,7 +273,7 @@ def _show(result: Mapping[str, Any]) -> None:
     if "factors" in result:
         _show_factors(result["factors"])
     elif result["plan"] is not None:
-        print_lines([], [result["plan"]])
+        print_end([result["plan"]])
 
 
 # -- factors by layer ------------------------------------------------------------------------------
@@ -346,6 +348,6 @@ def _show_factors(result: Mapping[str, Any]) -> None:
         [
             f"Together {1e3 * own:.2f} instead of {1e3 * alike:.2f}, on {result['tokens']:,} "
             "tokens, if the losses of layers add up."
-        ],
-        [result["plan"]],
+        ]
     )
+    print_end([result["plan"]])

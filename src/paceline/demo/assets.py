@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from paceline.evaluation.results import Form, Sweep, read_sweep
+from paceline.evaluation.results import Form
+from paceline.evaluation.sweep_results import Sweep, read_sweep
 from paceline.shipped import CALIBRATION_FOLDER, DECODE_FILE, MODEL_FOLDER, SWEEP_FILE, TEXT_FOLDER
 
 if TYPE_CHECKING:

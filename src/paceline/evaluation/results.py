@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from paceline.balance import combine_peaks, share, straggler_loss
-from paceline.files import read_plain, to_json
+from paceline.files import to_json
 
-SWEEP_SCHEMA = "paceline-sweep/1"
 EVAL_SCHEMA = "paceline-eval/1"
-_MOST_BYTES = 1 << 26
 
 
 class Form(BaseModel):
@@ -324,83 +321,3 @@ class EvalResult(Made):
     texts: TextsResult | None
     tasks: TasksResult | None
     batches: dict[str, int]
-
-
-class Cost(Form):
-    """Cost of one cap, or of none; changes and shares, not percent."""
-
-    change: float
-    standard_error: float | None
-    changed_next_tokens: float
-    dropped_share: float
-    device_peak_to_mean: float
-
-
-class Point(Cost):
-    """Cost of one cap, and True if no other beats it in both quality and the busiest device."""
-
-    capacity_factor: float
-    unit: str
-    keep: str
-    expand: str | None
-    compensate: bool
-    on_frontier: bool
-
-
-class Sweep(Form):
-    """The part of a sweep that a page shows."""
-
-    model: str
-    subject: ModelSize
-    tokens_by_text: dict[str, int]
-    batch_size: int
-    sequence_length: int
-    composition: str
-    baseline: Cost
-    points: Sequence[Point]
-
-
-class CostByText(Cost):
-    """Cost of no cap, with the change of every text."""
-
-    by_text: dict[str, float]
-
-
-class PointByText(Point, CostByText):
-    """Cost of one cap, with the change of every text; why it never applied, if it didn't."""
-
-    capped_nothing: str | None = None
-
-
-class SweepResult(Made, Sweep):
-    """Content of sweep.json."""
-
-    subject: SubjectFacts
-    baseline: CostByText
-    points: Sequence[PointByText]
-
-
-def read_sweep(path: Path) -> Sweep:
-    """Read sweep.json, as far as a page shows it.
-
-    Raises:
-        ValueError: if it can't be read, or is none.
-    """
-    try:
-        swept = Sweep.model_validate_json(read_plain(path, _MOST_BYTES).decode("utf-8"))
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not UTF-8 text.") from None
-    except OSError as error:
-        raise ValueError(f"{path} can't be read: {error.strerror}.") from None
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise ValueError(
-            f"{path} is no sweep ({where}: {first['msg'].lower()}): it must be the sweep.json of "
-            "paceline eval --grid --out."
-        ) from None
-    except ValueError as error:
-        raise ValueError(f"{path} is no sweep: {error}.") from None
-    if not swept.points:
-        raise ValueError(f"{path} is no sweep: it has no points.")
-    return swept

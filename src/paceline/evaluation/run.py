@@ -19,17 +19,21 @@ from paceline.batches import Sampling
 from paceline.evaluation.perplexity import judge_texts
 from paceline.evaluation.results import (
     EVAL_SCHEMA,
-    SWEEP_SCHEMA,
-    CostByText,
     EvalResult,
     LoadShares,
-    PointByText,
     SubjectFacts,
-    SweepResult,
     TextRow,
     TextsResult,
 )
 from paceline.evaluation.subject import BASELINE, STATE, Store, Subject
+from paceline.evaluation.sweep_results import (
+    SWEEP_SCHEMA,
+    Cost,
+    CostByText,
+    PointByText,
+    SweepResult,
+    on_frontier,
+)
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
 from paceline.progress import Progress
@@ -124,7 +128,7 @@ def _idle(
     policy: PoliciesLike = subject.policies[name]
     own = [policy] if isinstance(policy, CapacityPolicy) else policy or ()
     capping = [each for each in own if isinstance(each, CapacityPolicy) and each.caps]
-    if not capping or row.capped_share_of_forwards or row.dropped_share:
+    if not capping or row.dropped_share or row.extras_share:
         return None
     device = subject.model.device.type
     return capped_nothing(
@@ -240,12 +244,10 @@ def sweep(
     _mark_idle_texts(judged, subject, facts)
     rows = {row.name: row for row in judged.compositions[composition].policies}
     chosen = [rows[str(policy)] for _, policy in combinations]
-    best = frontier([(row.device_peak_to_mean, row.perplexity_change.mean) for row in chosen])
+    best = on_frontier([Cost(**_cost(row)) for row in chosen])
     points = [
-        PointByText(
-            **fields, **_cost(row), on_frontier=index in best, capped_nothing=row.capped_nothing
-        )
-        for index, ((fields, _), row) in enumerate(zip(combinations, chosen, strict=True))
+        PointByText(**fields, **_cost(row), on_frontier=marked, capped_nothing=row.capped_nothing)
+        for (fields, _), row, marked in zip(combinations, chosen, best, strict=True)
     ]
     return SweepResult(
         **header,
@@ -269,19 +271,3 @@ def _cost(row: TextRow) -> dict[str, Any]:
         "dropped_share": row.dropped_share,
         "device_peak_to_mean": row.device_peak_to_mean,
     }
-
-
-def frontier(points: Sequence[tuple[float, float]]) -> set[int]:
-    """Return indices of points that no other equals or beats in both figures, of equals the first.
-
-    >>> frontier([(1.0, 0.5), (1.2, 0.1), (1.2, 0.3), (1.3, 0.2)])
-    {0, 1}
-    """
-    order = sorted(range(len(points)), key=lambda index: (*points[index], index))
-    best: set[int] = set()
-    lowest = float("inf")
-    for index in order:
-        if points[index][1] < lowest:
-            best.add(index)
-            lowest = points[index][1]
-    return best

@@ -1,9 +1,10 @@
-"""Markdown of an evaluation: the cost of every policy, and the paper's tables beside it."""
+"""Tables of an evaluation: the cost of every policy, and the paper's tables beside it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from paceline.evaluation.results import EvalResult, TaskScore, TasksResult, TextsResult
 from paceline.evaluation.suite import PUBLISHED, Published
@@ -16,25 +17,51 @@ IGNORED = ("min_expert_load", "seed")
 """Fields in which a policy may differ from the paper's and still be set beside it."""
 
 
-def markdown(result: EvalResult) -> str:
-    """Return the tables of a result of `evaluate`."""
+@dataclass(frozen=True)
+class Table:
+    """A table of a result: a first column of names, and columns of figures."""
+
+    title: str
+    note: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    after: Sequence[str] = field(default=())
+
+
+def heading(result: EvalResult) -> list[str]:
+    """Describe the model under evaluation."""
     subject = result.subject
     lines = [
-        "# Quality under caps",
-        "",
         f"{result.model}: {subject.architecture}, {subject.parameters:,} parameters, "
         f"{subject.layers} MoE layers of {subject.experts} experts on {subject.devices} "
-        f"devices; {subject.dtype}.",
+        f"devices; {subject.dtype}."
     ]
     if subject.calibrated_on:
-        lines += ["", f"Stand-ins calibrated on {', '.join(subject.calibrated_on)}."]
+        lines.append(f"Stand-ins calibrated on {', '.join(subject.calibrated_on)}.")
+    return lines
+
+
+def tables(result: EvalResult) -> Iterator[Table]:
+    """Yield the tables of a result of `evaluate`."""
     if result.texts:
-        lines += _texts(result.texts)
+        yield from _texts(result.texts)
     if result.tasks:
-        lines += _tasks(result.tasks)
+        yield from _tasks(result.tasks)
     if any(_name_of(row, result) for row in PUBLISHED):
-        lines += _beside_the_paper(result)
-    return "\n".join(lines) + "\n"
+        yield from _beside_the_paper(result)
+
+
+def markdown(result: EvalResult) -> str:
+    """Return the tables of a result as Markdown."""
+    parts = ["# Quality under caps", *heading(result)]
+    for each in tables(result):
+        parts += [
+            f"## {each.title}",
+            each.note,
+            "\n".join(table(each.header, each.rows)),
+            *each.after,
+        ]
+    return "\n\n".join(parts) + "\n"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -60,27 +87,21 @@ def idle_lines(rows: Iterable[tuple[str, str | None]]) -> list[str]:
 
     >>> why = "The policy capped nothing: its cap applies from 16."
     >>> idle_lines([("none", None), ("a", why), ("b", why)])
-    ['', 'The policy capped nothing: its cap applies from 16. So with a; b.']
+    ['The policy capped nothing: its cap applies from 16. So with a; b.']
     """
     by_reason: dict[str, list[str]] = {}
     for name, why in rows:
         if why is not None:
             by_reason.setdefault(why, []).append(name)
-    lines = []
-    for why, names in by_reason.items():
-        lines += ["", f"{why} So with {'; '.join(names)}."]
-    return lines
+    return [f"{why} So with {'; '.join(names)}." for why, names in by_reason.items()]
 
 
-def _texts(texts: TextsResult) -> list[str]:
-    lines = []
+def _texts(texts: TextsResult) -> Iterator[Table]:
     sizes = ", ".join(f"{name} {count}" for name, count in texts.tokens_by_text.items())
     for composition in texts.compositions.values():
-        alone = any(row.against_solo for row in composition.policies)
         header = ["policy", "perplexity %", "± over texts", "next tokens changed", "dropped",
                   "busiest device"]  # fmt: skip
-        header += ["against alone %", "changed by sharing"] if alone else []
-        rows = []
+        rows, shared = [], []
         for row in composition.policies:
             change = row.perplexity_change
             over_texts = change.standard_error_over_texts
@@ -92,34 +113,35 @@ def _texts(texts: TextsResult) -> list[str]:
                 percent(row.dropped_share),
                 times(row.device_peak_to_mean),
             ]
-            if row.against_solo:
-                shared = row.against_solo.perplexity_change
-                cells += [
-                    with_error(shared.mean, shared.standard_error),
-                    percent(row.against_solo.changed_next_tokens, 2),
-                ]
             rows.append(cells)
-        lines += [
-            "",
-            f"## Texts, {composition.label}",
-            "",
+            if solo := row.against_solo:
+                change = solo.perplexity_change
+                difference = with_error(change.mean, change.standard_error)
+                shared.append([row.name, difference, percent(solo.changed_next_tokens, 2)])
+        yield Table(
+            f"Texts, {composition.label}",
             f"Mean change of perplexity over the texts and its standard error (sequences paired; "
             f"then: texts as a sample of texts). Tokens: {sizes}; sequences of "
             f"{texts.sequence_length}, {texts.batch_size} per batch.",
-            "",
-            *table(header, rows),
-            *idle_lines((row.name, row.capped_nothing) for row in composition.policies),
-        ]
-    return lines
+            header,
+            rows,
+            idle_lines((row.name, row.capped_nothing) for row in composition.policies),
+        )
+        if shared:
+            yield Table(
+                f"Effect of sharing a batch, {composition.label}",
+                "Against every sequence alone, under the same policy.",
+                ["policy", "perplexity %", "next tokens changed"],
+                shared,
+            )
 
 
-def _tasks(tasks: TasksResult) -> list[str]:
-    lines = []
+def _tasks(tasks: TasksResult) -> Iterator[Table]:
     names = list(tasks.tasks)
     shots = ", ".join(f"{name} {task['shots']}" for name, task in tasks.tasks.items())
     limit = "all samples" if tasks.limit is None else f"the first {tasks.limit} samples"
     for mode, found in tasks.modes.items():
-        header = ["policy", *names, "mean", "difference", "answers changed", "dropped",
+        header = ["policy", "mean", "difference", "answers changed", "dropped",
                   "busiest device"]  # fmt: skip
         header += ["changed by sharing"] if any(row.against_solo for row in found.policies) else []
         rows = []
@@ -127,7 +149,6 @@ def _tasks(tasks: TasksResult) -> list[str]:
             mean = row.mean_difference
             cells = [
                 row.name,
-                *(_score(row.tasks[name]) for name in names),
                 NONE if row.mean is None else f"{100 * row.mean:.1f}",
                 NONE if mean is None else with_error(mean.mean, mean.standard_error),
                 f"{row.changed_answers} of {row.answers}",
@@ -138,20 +159,25 @@ def _tasks(tasks: TasksResult) -> list[str]:
                 cells.append(f"{solo.changed_answers} of {solo.answers}")
             rows.append(cells)
         size = f", {tasks.batch_size} per batch" if mode == "batched" else ""
-        lines += [
-            "",
-            f"## Tasks, {found.label}",
-            "",
-            f"Scores in percent (perplexities as they are) and difference to no cap, with the "
-            f"standard error of paired differences; {limit} of each{size}. Examples in the prompt: "
-            f"{shots}.",
-            "",
-            *table(header, rows),
-            *idle_lines((row.name, row.capped_nothing) for row in found.policies),
-        ]
+        after = idle_lines((row.name, row.capped_nothing) for row in found.policies)
         if cut := max(row.truncated_prompts for row in found.policies):
-            lines += ["", f"{cut} prompts were longer than the model reads and lost their start."]
-    return lines
+            after.append(f"{cut} prompts were longer than the model reads and lost their start.")
+        yield Table(
+            f"Tasks, {found.label}",
+            f"Mean of the scores in percent and difference to no cap, with the standard error of "
+            f"paired differences; {limit} of each{size}.",
+            header,
+            rows,
+            after,
+        )
+        yield Table(
+            f"Scores by task, {found.label}",
+            "In percent (perplexities as they are), difference to no cap in brackets. Examples in "
+            f"the prompt: {shots}.",
+            ["task and policy", "score"],
+            [[f"{name}: {row.name}", _score(row.tasks[name])]
+             for name in names for row in found.policies],
+        )  # fmt: skip
 
 
 def _score(task: TaskScore) -> str:
@@ -165,15 +191,12 @@ def _score(task: TaskScore) -> str:
 # -- beside the paper -----------------------------------------------------------------------------
 
 
-def _beside_the_paper(result: EvalResult) -> list[str]:
-    lines = [
-        "",
-        "## The paper's Tables 1 to 3, and the same policies here",
-        "",
+def _beside_the_paper(result: EvalResult) -> Iterator[Table]:
+    note = (
         "The paper's figures are means over its tasks on its checkpoints, copied from it (He et "
         "al., arXiv 2503.05066). Ours are of the model above; they are comparable with a row only "
-        "where model, tasks and shots are the same.",
-    ]
+        "where model, tasks and shots are the same."
+    )
     for number in (1, 2, 3):
         rows = [
             [
@@ -189,8 +212,7 @@ def _beside_the_paper(result: EvalResult) -> list[str]:
         ]
         header = ["paper's model", "method", "no cap", "with it", "change",
                   "ours: tasks", "ours: perplexity %"]  # fmt: skip
-        lines += ["", f"**Table {number}**", "", *table(header, rows)]
-    return lines
+        yield Table(f"The paper's Table {number}, and the same policies here", note, header, rows)
 
 
 def _ours(row: Published, result: EvalResult) -> list[str]:

@@ -313,32 +313,40 @@ def families(points: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str,
     return found
 
 
-def sweep_table(result: Mapping[str, Any]) -> str:
-    """Write a sweep as Markdown: a row per cap, those that nothing beats in bold."""
+def sweep_rows(result: Mapping[str, Any]) -> tuple[str, list[str], list[list[str]]]:
+    """Return what a sweep is of, and its table: header, and a row per cap, a star on the best."""
     base, subject = result["baseline"], result["subject"]
-    lines = [
+    about = (
         f"{result['model']}: {subject['layers']} MoE layers of {subject['experts']} experts on "
         f"{subject['devices']} devices, {sum(result['tokens_by_text'].values())} tokens of "
         f"{len(result['tokens_by_text'])} texts, {result['batch_size']} sequences of "
-        f"{result['sequence_length']} tokens per batch. Without a cap the busiest device gets "
-        f"{times(base['device_peak_to_mean'])} the mean. Bold: no other cap here has both a less "
-        "busy device and a smaller change.",
-        "",
-        "| cap | factor | busiest device | dropped | perplexity | next tokens changed |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
+        f"{result['sequence_length']} tokens per batch. Without a cap the busiest device has "
+        f"{times(base['device_peak_to_mean'])} the mean. A star: no other cap here beats it both "
+        "in the busiest device and in perplexity, beyond the error."
+    )
+    header = ["cap", "factor", "busiest device", "dropped", "perplexity", "next tokens changed", ""]
+    rows = []
     for name, points in families(result["points"]).items():
         for point in points:
             error, change = point["standard_error"], f"{100 * point['change']:+.2f}%"
-            cells = [
+            rows.append([
                 name,
                 factor(point["capacity_factor"]),
                 times(point["device_peak_to_mean"]),
                 percent(point["dropped_share"]),
                 change if error is None else f"{change} ± {100 * error:.2f}",
                 percent(point["changed_next_tokens"]),
-            ]
-            if point["on_frontier"]:
-                cells = [f"**{cell}**" for cell in cells]
-            lines.append(f"| {' | '.join(cells)} |")
+                "*" if point["on_frontier"] else "",
+            ])  # fmt: skip
+    return about, header, rows
+
+
+def sweep_table(result: Mapping[str, Any]) -> str:
+    """Write a sweep as Markdown: a row per cap, those that nothing beats in bold."""
+    about, header, rows = sweep_rows(result)
+    lines = [about.replace("A star:", "Bold:"), ""]
+    lines += [f"| {' | '.join(header[:-1])} |", f"| --- |{' ---: |' * (len(header) - 2)}"]
+    for *cells, star in rows:
+        shown = [f"**{cell}**" for cell in cells] if star else cells
+        lines.append(f"| {' | '.join(shown)} |")
     return "\n".join(lines) + "\n"

@@ -14,8 +14,10 @@ import numpy.typing as npt
 
 from paceline.balance import (
     Peaks,
+    Sample,
     peaks,
     percentile,
+    sample_of,
     share,
     spread,
     straggler_loss,
@@ -133,8 +135,18 @@ def trace_loads(
         overall=figures.overall(layers),
         layers=layers,
         groups=figures.groups(),
+        sample=_sample(figures, layers, placements[0]),
         rows=_repeated(trace, placements, batch_tokens) if header.per_token else None,
     )
+
+
+def _sample(
+    figures: _LoadSums, layers: Sequence[LayerLoads], placement: ExpertPlacement
+) -> Sample | None:
+    k = layers[0].k
+    if figures.tokens is None or k is None:
+        return None
+    return sample_of(figures.tokens, figures.batches, k, placement.sizes)
 
 
 def _repeated(

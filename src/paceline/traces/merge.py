@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,36 @@ class _Rank:
     trace: Trace
     batches: tuple[bytes, ...]
     held: frozenset[str]
+
+
+def combined(traces: Sequence[Trace]) -> Trace:
+    """Join traces: whole files one after the other, recordings of forwards side by side.
+
+    A file that doesn't tell forwards apart, such as a table of counts per kind of traffic, is a
+    batch of its own. Recordings of forwards are those of the ranks of one run (`merged`).
+
+    Raises:
+        TraceError: if they are not of one model and content, or can't be joined.
+
+    >>> from paceline.traces import sample
+    >>> combined([sample("esft_v2lite_law")]).header.batches
+    'sample'
+    """
+    if len(traces) == 1:
+        return traces[0]
+    if not traces or any(trace.header.batches == "forward" for trace in traces):
+        return merged(traces)
+    for trace in traces[1:]:
+        _check_alike(traces[0], trace)
+    first, parts = traces[0].header, [trace.chunks for trace in traces]
+    notes = list(dict.fromkeys(note for trace in traces for note in trace.header.notes))
+    notes.append(f"{len(traces)} files one after the other, each with batches of its own")
+    count = sum(map(len, parts))
+    return Trace(
+        first.model_copy(update={"notes": tuple(notes), "chunks": count}),
+        LazyChunks(count, lambda: chain.from_iterable(parts)),
+        f"{len(traces)} files, {traces[0].where} and on",
+    )
 
 
 def merged(traces: Sequence[Trace]) -> Trace:

@@ -8,7 +8,9 @@ from typing import Protocol
 from paceline.traces.folder import read_trace
 from paceline.traces.format import HEADER, TraceError
 from paceline.traces.importers import (
+    colibri,
     completions,
+    csv_counts,
     esft,
     json_tables,
     llama_cpp,
@@ -19,6 +21,7 @@ from paceline.traces.importers import (
     tensorrt_llm,
 )  # fmt: skip
 from paceline.traces.importers.source import ImportOptions, Source
+from paceline.traces.merge import combined
 from paceline.traces.trace import Trace
 
 
@@ -31,14 +34,15 @@ class Importer(Protocol):
 
 
 IMPORTERS: tuple[Importer, ...] = (
-    tensorrt_llm, llama_cpp, sglang_recorder, numpy_arrays, esft, route_log, completions,
-    json_tables, refused,
+    tensorrt_llm, llama_cpp, colibri, csv_counts, sglang_recorder, numpy_arrays, esft, route_log,
+    completions, json_tables, refused,
 )  # fmt: skip
 """Importers in order: the first that matches reads."""
 KNOWN = (
     "a folder of paceline record, completions with routed_experts (vLLM, SGLang), JSONL route "
-    "logs, SGLang's recorder (.pt, CSV, logical_count), TensorRT-LLM's expert statistic, ESFT's "
-    "ids and weights, counts in JSON, llama.cpp's imatrix, and .npz arrays"
+    "logs, SGLang's recorder (.pt, logical_count), TensorRT-LLM's expert statistic, ESFT's ids and "
+    "weights, counts in JSON or CSV, llama.cpp's imatrix, Colibri's history and trace, .npz "
+    "arrays, and folders of such files"
 )
 _SAMPLES = Path(__file__).with_name("sample")
 SAMPLE = "sample:"
@@ -69,12 +73,27 @@ def open_trace(path: Path | str, options: ImportOptions | None = None) -> Trace:
         if not path.is_dir():
             _check_file(path)
         source = Source(path, options)
-        for importer in IMPORTERS:
-            if importer.matches(source):
-                return importer.read(source)
-        raise _unknown(source)
+        found = _read(source) or _folder(source)
+        if found is None:
+            raise _unknown(source)
+        return found
     except OSError as error:
         raise TraceError(f"{path} can't be read: {error.strerror or error}.") from None
+
+
+def _read(source: Source) -> Trace | None:
+    """Read a file or folder by the first importer that matches it, None without one."""
+    found = next((importer for importer in IMPORTERS if importer.matches(source)), None)
+    return None if found is None else found.read(source)
+
+
+def _folder(source: Source) -> Trace | None:
+    """Read a folder of files that are a trace each, None if it is something else."""
+    if not source.path.is_dir() or not source.files:
+        return None
+    traces = [_read(file) for file in source.files]
+    known = [trace for trace in traces if trace is not None]
+    return combined(known) if len(known) == len(traces) else None
 
 
 def sample(name: str, options: ImportOptions | None = None) -> Trace:

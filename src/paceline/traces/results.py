@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
-from paceline.balance import Spread
+from paceline.balance import Sample, Spread
 
 
 class Result:
@@ -18,7 +18,7 @@ class Result:
 
 
 _OPTIONAL = {
-    "rows", "active_experts", "most_active_experts", "best_possible", "without_commonest",
+    "sample", "rows", "active_experts", "most_active_experts", "best_possible", "without_commonest",
     "without_repeats",
 }  # fmt: skip
 
@@ -126,6 +126,7 @@ class TraceLoads(Result):
     layers: list[LayerLoads]
     groups: list[GroupLoads]
     rows: RepeatedRows | None = None
+    sample: Sample | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -162,13 +162,12 @@ def _result(layers: Sequence[LayerSimulation]) -> SimulatedPlan:
 
 
 def _idle(layers: Sequence[LayerSimulation]) -> str | None:
-    """Return why policies that may cap applied to no batch, None where one did or none can."""
+    """Return why policies that may cap dropped nothing, None where one did or none can."""
     capping = [layer for layer in layers if layer.policy.caps and layer.policy.pool != "request"]
     if len(capping) < len([layer for layer in layers if layer.policy.caps]) or not capping:
         return None
     factors = [layer for layer in capping if layer.policy.capacity_factor is not None]
-    applied = any(layer.too_small < layer.batches for layer in factors)
-    if applied or any(layer.dropped or layer.extras for layer in capping):
+    if any(layer.dropped or layer.extras for layer in capping):
         return None
     batches = max(1, sum(layer.batches for layer in capping))
     experts = max(layer.placement.num_experts for layer in capping)

@@ -18,14 +18,14 @@ import numpy.typing as npt
 
 from paceline.traces.format import TraceError
 from paceline.traces.importers.source import Source, whole_numbers
-from paceline.traces.importers.to_trace import from_choices, from_counts, layer_names
+from paceline.traces.importers.to_trace import even, from_choices, from_counts, layer_names
 from paceline.traces.trace import Trace
 
 _MAGIC, _CSV_HEADER = b"GGUF", "layer_id,expert_ids"
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY, _F32 = 8, 9, 0
 _MOST = 1 << 20  # tensors, keys, or elements of an array of texts
-_COUNTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight\.counts")
+_COUNTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down|gate_up)_exps\.weight\.counts")
 
 
 def matches(source: Source) -> bool:
@@ -43,7 +43,7 @@ def read(source: Source) -> Trace:
 
 
 def _imatrix(source: Source) -> Trace:
-    """Read one of gate, up and down, which hold the same counts."""
+    """Read one of gate, up, down and gate_up (merged), which hold the same counts."""
     path = source.path
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         tensors = _Header(data, str(path)).tensors()
@@ -78,30 +78,42 @@ def _imatrix(source: Source) -> Trace:
 
 
 def _choices(source: Source) -> Trace:
-    experts = source.require("experts")
-    rows: dict[int, array[int]] = defaultdict(lambda: array("q"))  # flat: there may be millions
-    k = 0
-    for number, line in source.lines():
-        if number == 1:
-            continue
-        place = f"{source.path}, line {number}"
+    """Read the rows of every layer; a header inside the file begins another batch."""
+    experts, k = source.require("experts"), 0
+    parts: list[dict[int, array[int]]] = []
+
+    def parse(line: str, place: str) -> None:
+        nonlocal k
+        if line.strip() == _CSV_HEADER:
+            parts.append(defaultdict(lambda: array("q")))  # flat: there may be millions
+            return
         layer, _, ids = line.rstrip("\r\n").partition(",")
-        chosen = whole_numbers(ids.split(" "), None, place)
+        number, chosen = (
+            whole_numbers([layer], 1, place)[0],
+            whole_numbers(ids.split(" "), None, place),
+        )
         k = k or len(chosen)
         if len(chosen) != k:
             raise TraceError(f"{place} must have {k} ids, got {len(chosen)}.")
-        rows[whole_numbers([layer], 1, place)[0]].extend(chosen)
-    if not rows:
+        parts[-1][number].extend(chosen)
+
+    source.each_line(parse)
+    parts = [part for part in parts if part]
+    if not parts:
         raise TraceError(f"{source.path} has no rows.")
-    tokens = min(map(len, rows.values())) // k
-    notes = ["in the order of the file; batches are unknown; no weights"]
-    if len({len(layer) for layer in rows.values()}) > 1:
-        notes.append(f"cut to the {tokens} tokens that every layer has")
-    indices = sorted(rows)
+    indices, notes = sorted(set().union(*parts)), ["in the order of the file; no weights"]
+    notes.append(
+        "a header inside the file begins a batch" if len(parts) > 1 else "batches are unknown"
+    )
+    tables = []
+    for part in parts:
+        table, uneven = even({index: part.get(index, ()) for index in indices}, k)
+        tables.append(table)
+        notes += [note for note in uneven if note not in notes]
     return from_choices(
-        source, np.stack([np.array(rows[i]).reshape(-1, k)[:tokens] for i in indices]),
-        layer_names(indices), program="llama.cpp CSV of choices", experts=experts,
-        starts=np.array([0, tokens]), batches="file", notes=notes,
+        source, np.concatenate(tables, 1), layer_names(indices),
+        program="llama.cpp CSV of choices", experts=experts,
+        starts=np.cumsum([0, *(table.shape[1] for table in tables)]), batches="file", notes=notes,
     )  # fmt: skip
 
 

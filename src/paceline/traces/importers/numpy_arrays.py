@@ -93,7 +93,8 @@ def read_npy(file: IO[bytes], size: int, where: str) -> Array:
         filled += len(block)
     if filled != stated:
         raise TraceError(f"{where} is cut off.")
-    return np.frombuffer(data, dtype).reshape(sizes, order="F" if order else "C")
+    array = np.frombuffer(data, dtype).reshape(sizes, order="F" if order else "C")
+    return array if dtype.isnative else array.astype(dtype.newbyteorder("="))
 
 
 def _read_npz(path: Path) -> dict[str, Array]:

@@ -1,4 +1,4 @@
-"""SGLang's expert distribution recorder: .pt files in three modes, and its former CSV of counts.
+"""SGLang's expert distribution recorder: .pt files in three modes; KTransformers reads such counts.
 
 `torch.load(weights_only=True)` is still a pickle machine, if a restricted one, and holes in it were
 closed in torch 2.6 and 2.10: with an older torch such a file is refused. Sizes are checked before.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.traces.format import PHASES, UNKNOWN, TraceError, seen
-from paceline.traces.importers.source import Source, check_zip, whole_numbers
+from paceline.traces.importers.source import Source, check_zip
 from paceline.traces.importers.to_trace import from_choices, from_counts, layer_names
 from paceline.traces.trace import Trace
 
@@ -31,15 +30,14 @@ TENSOR_PARALLEL = (
     "under plain tensor parallelism every rank counts the same tokens: totals are then as many "
     "times too large (ratios are right), and --world-size says how many"
 )
-_CSV_HEADER = "layer_id,expert_id,count"
 _MODES = {1: "prefill", 2: "decode", 5: "decode"}
 """SGLang's forward_mode: extend, decode, verify; 3 is mixed, 4 idle."""
 _IDLE = 4
 
 
 def matches(source: Source) -> bool:
-    """Check for a file that torch saved, the CSV, or a folder with some of either."""
-    return any(_is_torch(file) or file.first_line == _CSV_HEADER for file in source.files)
+    """Check for a file that torch saved, or a folder with some."""
+    return any(_is_torch(file) for file in source.files)
 
 
 def read(source: Source) -> Trace:
@@ -49,8 +47,6 @@ def read(source: Source) -> Trace:
         TraceError: if torch is too old, a file is none of the recorder's, or ranks don't fit.
     """
     paths = [file.path for file in source.files if _is_torch(file)]
-    if not paths:
-        return _former_csv(source)
     if source.path in paths:
         paths = _ranks_beside(source.path)
     loaded = [_load(path) for path in paths]
@@ -69,33 +65,6 @@ def read(source: Source) -> Trace:
 
 def _is_torch(file: Source) -> bool:
     return any(name.endswith("data.pkl") for name in file.zip_names)
-
-
-def _former_csv(source: Source) -> Trace:
-    """Read layer_id,expert_id,count, one file per rank, and add them up.
-
-    Experts without tokens are absent, so the file doesn't state how many there are.
-    """
-    experts = source.require("experts")
-    table: dict[int, Array] = defaultdict(lambda: np.zeros(experts))
-    files = [file for file in source.files if file.first_line == _CSV_HEADER]
-    for file in files:
-        for number, line in file.lines():
-            if number == 1:
-                continue
-            place = f"{file.path}, line {number}"
-            layer, expert, count = whole_numbers(line.split(","), 3, place)
-            if expert >= experts or layer >= 1 << 20:
-                raise TraceError(f"{place} names expert {expert}: ids must be 0 to {experts - 1}.")
-            table[layer][expert] += count
-    if not table:
-        raise TraceError(f"{source.where} has no counts.")
-    alone = "one rank's file: give the folder where there are several, whose counts add up"
-    return from_counts(
-        source, np.stack([table[i] for i in sorted(table)])[None], layer_names(sorted(table)),
-        program="SGLang CSV of counts", batches="file",
-        notes=[f"the sum of {len(files)} ranks" if len(files) > 1 else alone],
-    )  # fmt: skip
 
 
 def _check_ranks(loaded: list[dict[str, Any]], paths: Sequence[Path], where: str) -> None:
@@ -153,6 +122,8 @@ def _load(path: Path) -> dict[str, Any]:
             f"{path} can't be read without running code from it (torch.load, weights_only): "
             f"{seen(str(error).splitlines()[:1] or type(error).__name__)}."
         ) from None
+    if isinstance(data, Tensor):  # counts alone, which KTransformers takes too
+        return {"logical_count": data}
     if not isinstance(data, dict):
         raise TraceError(f"{path} is no recording of SGLang: it holds a {type(data).__name__}.")
     return data

@@ -6,7 +6,7 @@ import json
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -91,6 +91,8 @@ class Source:
     def __init__(self, path: Path, options: ImportOptions, where: str | None = None) -> None:
         self.path, self.options = path, options
         self.where = str(path) if where is None else where
+        self.remarks: list[str] = []
+        """What was left out of the file so far, for the notes of its trace."""
 
     # -- facts stated by the user ------------------------------------------------------------------
 
@@ -148,7 +150,8 @@ class Source:
     def text(self) -> str:
         """The start of a text file; empty where it is no UTF-8."""
         try:
-            return self.start.decode("utf-8", "strict" if len(self.start) < _START else "ignore")
+            strict = "strict" if len(self.start) < _START else "ignore"
+            return self.start.decode("utf-8-sig", strict)
         except UnicodeDecodeError:
             return ""
 
@@ -186,7 +189,11 @@ class Source:
             )
         data = _decoded(self.path.read_bytes())
         if data is None and self.first_row is not None:
-            rows = [_decoded(line.encode()) for _, line in self.lines()]
+            lines = list(self.lines())
+            rows = [_decoded(line.encode()) for _, line in lines]
+            if rows[-1] is None and len(rows) > 1 and not lines[-1][1].endswith("\n"):
+                rows.pop()
+                self._cut_off(lines[-1][0])
             return None if any(row is None for row in rows) else rows
         return data
 
@@ -215,7 +222,7 @@ class Source:
         if path.stat().st_size > MAX_TEXT_BYTES:
             raise TraceError(f"{path} is larger than the {MAX_TEXT_BYTES} bytes that are allowed.")
         try:
-            with path.open(encoding="utf-8") as file:
+            with path.open(encoding="utf-8-sig") as file:
                 number = 0
                 while line := file.readline(_MAX_LINE):
                     number += 1
@@ -227,6 +234,25 @@ class Source:
                         yield number, line
         except UnicodeDecodeError:
             raise TraceError(f"{path} is no UTF-8 text.") from None
+
+    def each_line(self, parse: Callable[[str, str], None]) -> None:
+        """Call `parse(line, place)` on each line that isn't empty.
+
+        A last line without an end that can't be parsed was cut off: it is left out, and noted.
+
+        Raises:
+            TraceError: as `parse` does.
+        """
+        for number, line in self.lines():
+            try:
+                parse(line, f"{self.path}, line {number}")
+            except TraceError:
+                if number == 1 or line.endswith("\n"):
+                    raise
+                self._cut_off(number)
+
+    def _cut_off(self, number: int) -> None:
+        self.remarks.append(f"line {number}, the last, is cut off and left out")
 
 
 def check_zip(members: list[zipfile.ZipInfo], where: str, limit: int) -> None:

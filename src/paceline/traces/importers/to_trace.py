@@ -45,7 +45,7 @@ def from_counts(
     Raises:
         TraceError: if a count is negative, no whole number, or too large.
     """
-    where, remarks, k = source.where, list(notes), k or source.options.k
+    where, remarks, k = source.where, [*source.remarks, *notes], k or source.options.k
     table = np.asarray(counts, dtype=np.float64 if shares else None)
     if not shares:
         if not np.isfinite(table).all() or (table != np.round(table)).any():
@@ -123,7 +123,7 @@ def from_choices(
     Raises:
         TraceError: if an id is no expert, a row names one twice, or nothing is left.
     """
-    where, remarks, table = source.where, list(notes), np.asarray(ids)
+    where, remarks, table = source.where, [*source.remarks, *notes], np.asarray(ids)
     width = _width(table, experts, where)
     if width < table.shape[2]:
         remarks.append(f"columns {width} to {table.shape[2] - 1} are -1 throughout: k is {width}")
@@ -149,8 +149,8 @@ def from_choices(
     lost = empty & ~padding
     if lost.any():
         remarks.append(
-            f"{int(lost.sum())} rows of a layer name one expert {width} times or none: not "
-            "captured, so they don't count in that layer"
+            f"{int(lost.sum())} rows of a layer name one expert {width} times or none: they don't "
+            "count in that layer"
         )
     stored = torch.empty((len(kept), *table.shape[1:]), dtype=id_dtype(experts))
     for index, layer in enumerate(kept):
@@ -181,6 +181,31 @@ def from_choices(
     )
     chunks = tuple(_parts(whole))
     return Trace(header.model_copy(update={"chunks": len(chunks)}), chunks, where)
+
+
+def even(rows: Mapping[int, Sequence[Any]], k: int) -> tuple[Array, list[str]]:
+    """Stack the ids of layers that may have different numbers of rows.
+
+    Engines compute a last layer for output tokens alone, and logs lose rows. Shorter layers are
+    filled up with -1, so that every layer is counted with all the rows that it has.
+
+    Args:
+        rows: layer -> flat ids [tokens x k].
+
+    Returns:
+        [layers, tokens, k] ids in the order of the layers' numbers, and notes.
+    """
+    indices = sorted(rows)
+    lengths = [len(rows[index]) // k for index in indices]
+    table = np.full((len(indices), max(lengths), k), -1, dtype=np.int64)
+    for own, index, length in zip(table, indices, lengths, strict=True):
+        own[:length] = np.asarray(rows[index]).reshape(-1, k)
+    if len(set(lengths)) == 1:
+        return table, []
+    return table, [
+        f"layers have {min(lengths)} to {max(lengths)} rows: each is counted with all of its own, "
+        "and rows of different layers are not of one token"
+    ]
 
 
 def from_requests(
