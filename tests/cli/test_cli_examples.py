@@ -80,14 +80,28 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = {"a": "prose", "b": "german", "prompts": "prose", "questions": "german"}
     for name, text in texts.items():
         content = (TEXT_FOLDER / f"{text}.txt").read_text(encoding="utf-8")
-        (folder / f"{name}.txt").write_text(content[:40_000], encoding="utf-8")
+        (folder / f"{name}.txt").write_text(content[:12_000], encoding="utf-8")
     (folder / "prompts.jsonl").write_text('{"prompt": "A straggler is"}\n' * 8, encoding="utf-8")
     for name, text in {"monday": "a", "friday": "b"}.items():
-        of = "--text", folder / f"{text}.txt", "--tokens", "8192", "--content", "scores"
+        of = (
+            "--text",
+            folder / f"{text}.txt",
+            "--tokens",
+            "4096",
+            "--batch-size",
+            "4",
+            "--content",
+            "scores",
+        )
         made("record", MODEL_FOLDER, *of, "--out", folder / name)
     for name in ("trace", "other", "demo_trace"):
         shutil.copytree(folder / "monday", folder / name)
     made("plan", folder / "monday", "--place-only", "--out", folder / "plan.toml")
+    capped = (folder / "plan.toml").read_text(encoding="utf-8")
+    capped += "\n[policy]\ncapacity_factor = 1.25\n"
+    (folder / "plan.toml").write_text(capped, encoding="utf-8")
+    lines = (folder / "questions.txt").read_text(encoding="utf-8").splitlines()
+    (folder / "questions.txt").write_text("\n".join(lines[:8]) + "\n", encoding="utf-8")
     for name in ("mine", "calibrated"):
         (folder / name).mkdir()
         shutil.copy(folder / "plan.toml", folder / name / "plan.toml")

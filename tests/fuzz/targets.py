@@ -219,7 +219,8 @@ def _trace_file(data: bytes, folder: Path) -> None:
 def _trace_files() -> list[bytes]:
     files = [path for path in sorted(SAMPLES.rglob("*")) if path.is_file()]
     small = [path.read_bytes() for path in files if path.stat().st_size < 1 << 16]
-    return [*small, b"", b"{}", b"[]", b"0,1\n", b"\x93NUMPY", b"PK\x03\x04", b"GGUF"]
+    lines = [b"-1 2 8\n0 3 5\n", b"0 0 1 0:0.5 1:0.5\n", b"layer,expert\n1,0\n", b"0,1\n"]
+    return [*small, *lines, b"", b"{}", b"[]", b"\x93NUMPY", b"PK\x03\x04", b"GGUF"]
 
 
 def _folder_files(source: Path) -> list[tuple[str, bytes]]:

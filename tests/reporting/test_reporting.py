@@ -43,17 +43,14 @@ def test_relative_loads_are_compared_with_the_mean() -> None:
     assert relative([0, 0]) == [0.0, 0.0]
 
 
-def test_load_map_has_a_button_for_each_panel_and_lines_between_devices() -> None:
+def test_load_map_has_a_menu_of_its_panels_and_lines_between_devices() -> None:
     rows = [[1.0, 2.0, 0.5], [0.2, 1.1, 1.7]]
     devices = [[0, 0, 1], [0, 0, 1]]
     figure = load_map({"a": rows, "b": rows}, devices, ["layer 0", "layer 1"])
     assert figure["data"][0]["z"] == rows
-    assert [button["label"] for button in figure["layout"]["updatemenus"][0]["buttons"]] == [
-        "a",
-        "b",
-    ]
+    assert figure["menu"] == {"a": rows, "b": rows}
     assert [line["x0"] for line in figure["layout"]["shapes"]] == [1.5]
-    assert "updatemenus" not in load_map({"a": rows}, devices, ["0", "1"])["layout"]
+    assert "menu" not in load_map({"a": rows}, devices, ["0", "1"])
 
 
 def test_load_map_gathers_the_experts_of_a_device() -> None:

@@ -58,6 +58,7 @@ def loads(
     shadow: Annotated[
         bool, typer.Option("--shadow", help="Of a model: only count what the policy would drop.")
     ] = False,
+    calibration: options.CalibrationFolder = None,
     html: options.Html = None,
     figures: Annotated[
         Path | None,
@@ -124,7 +125,7 @@ def loads(
         "experts": experts, "k": k, "layers": layers, "model_config": model_config,
         "world_size": world_size, "physical": physical,
     }  # fmt: skip
-    if text or not is_trace(source):
+    if text or source == DEMO or not is_trace(source):
         of_trace = {
             "figures": figures, "judge": judge, "hardware": hardware, "sweep": sweep,
             "batch_tokens": batch_tokens, "without": without, **facts,
@@ -148,6 +149,8 @@ def loads(
                 trace = replace(open_trace(recorded), where=source)
                 return trace_loads.compare(trace, cases, None, None, json)
         chosen = _shadowed(_one_plan(devices, policies, plans, placements), shadow)
+        if calibration is not None:
+            chosen = chosen.replace(calibration=str(calibration.absolute()))
         sampling = Sampling(tokens, batch_size, sequence_length, mix)
         texts = read_texts(text or [], source)
         network, tokenizer = load(source, dtype.value, trust_remote_code)
@@ -166,7 +169,7 @@ def loads(
                 page = loads_page(found.to_dict() | more)
                 write("html", html, lambda: write_page(page, html))
         return None
-    _refuse("a model, not a trace", shadow=shadow)
+    _refuse("a model, not a trace", shadow=shadow, calibration=calibration)
     planned = trace_loads.read_planned(source)
     if planned is not None or any(each is not None for each in (html, figures, judge, hardware,
                                                                 sweep)):  # fmt: skip

@@ -95,6 +95,8 @@ def peak_bars(names: Sequence[str], device: Sequence[float], expert: Sequence[fl
     for bar in figure["data"]:
         text = [f"{value:.2f}" for value in bar["y"]]
         bar |= {"text": text, "textposition": "outside", "cliponaxis": False}
+        bar |= {"textangle": -90, "textfont": {"size": 11}, "constraintext": "none"}
+    figure["layout"]["yaxis"]["range"] = [0, 1.25 * max(*device, *expert)]
     return figure
 
 
@@ -188,7 +190,9 @@ def load_map(
     devices: Sequence[Sequence[int]],
     names: Sequence[str],
 ) -> Figure:
-    """Draw a heat map of expert loads by layer; with several panels a menu switches between them.
+    """Draw a heat map of expert loads by layer.
+
+    With several panels "menu" has the values of each, [layers, experts].
 
     A row holds a layer's experts in order of their devices, so that a device is one block
     whatever its experts are; lines separate the devices.
@@ -243,23 +247,10 @@ def load_map(
         yaxis=axis("", autorange="reversed"),
         shapes=_lines(blocks, alike),
     )
-    if len(panels) > 1:
-        shape["margin"]["t"] = 56
-        shape["updatemenus"] = [
-            {
-                "x": 0,
-                "y": 1.02,
-                "xanchor": "left",
-                "yanchor": "bottom",
-                "bgcolor": "#ffffff",
-                "font": {"color": INK},
-                "buttons": [
-                    {"label": title, "method": "restyle", "args": [{"z": [ordered(rows)]}]}
-                    for title, rows in panels.items()
-                ],
-            }
-        ]
-    return {"data": [trace], "layout": shape}
+    figure: Figure = {"data": [trace], "layout": shape}
+    if len(panels) > 1:  # the page has a menu of its own, which a finger can open
+        figure["menu"] = {title: ordered(rows) for title, rows in panels.items()}
+    return figure
 
 
 def _blocks(devices: Sequence[int]) -> list[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from paceline.analysis.verdict import IN_ORDER
 from paceline.files import write_text
 from paceline.reporting.figures import layer_peaks, load_map, relative
 from paceline.reporting.quality_figures import factor, families, sweep_figure, sweep_values
-from paceline.reporting.style import PAGE
+from paceline.reporting.style import DARK, PAGE
 from paceline.reporting.trace_figures import trace_figures
 from paceline.text import percent, signed_percent, times
 
@@ -33,10 +34,27 @@ def render(template: str, figures: Mapping[str, Any], **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"percent": percent, "signed": signed_percent, "times": times}
+    environment.filters |= {
+        "percent": percent, "signed": signed_percent, "times": times, "headline": headline,
+    }  # fmt: skip
     return environment.get_template(template).render(
-        figures=figures, plotly_js=get_plotlyjs(), colours=PAGE, **values
+        figures=figures, plotly_js=get_plotlyjs(), colours=PAGE, dark=DARK, **values
     )
+
+
+_HEADLINE_WORDS = 15
+
+
+def headline(verdict: str) -> str:
+    """Shorten a verdict to a headline: its first sentence without what stands in brackets.
+
+    >>> headline("An average device waits 38% (1.60× the mean). Perfect balance would help.")
+    'An average device waits 38%.'
+    """
+    sentence = re.sub(r" \([^)]*\)", "", re.split(r"(?<=\.) ", verdict, maxsplit=1)[0])
+    if len(sentence.split()) > _HEADLINE_WORDS and ":" in sentence:
+        sentence = sentence.partition(":")[0] + "."
+    return sentence
 
 
 def write_page(page: str, path: Path) -> None:
@@ -107,4 +125,5 @@ def sweep_page(result: Mapping[str, Any]) -> str:
         **sweep_values(result),
         families=families(result["points"]),
         factor=factor,
+        idle=sorted({p["capped_nothing"] for p in result["points"] if p.get("capped_nothing")}),
     )

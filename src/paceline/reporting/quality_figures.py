@@ -8,31 +8,18 @@ from itertools import groupby
 from typing import Any
 
 from paceline.reporting.figures import Figure
-from paceline.reporting.style import (
-    ACCENT,
-    FAMILY_COLOURS,
-    FAMILY_LABELS,
-    FAMILY_SYMBOLS,
-    INK,
-    axis,
-    layout,
-    upright,
-)
-from paceline.text import percent, times
+from paceline.reporting.style import INK, LOOKS, axis, layout, upright
+from paceline.text import percent, signed_percent, times
 
 FLOOR = 0.01
 """Percent: smaller changes are drawn here on the logarithmic axis."""
 
-_SWEEP_COLOURS = (
-    "#0b6e8f", "#2e8b57", "#c8553d", "#d08a1d", "#6a4fb3", "#8d99a6", "#1d2733", "#b0578d",
-)  # fmt: skip
-_BATCH_COLOURS = ("#0b6e8f", "#d08a1d", "#6a4fb3")
 _DECODE_LOOKS = {
-    "dropped alone": ("dash", "circle-open"),
-    "stand-ins": ("solid", "circle"),
-    "stand-ins, placed": ("dot", "diamond"),
+    "dropped alone": ("dash", "-open"),
+    "stand-ins": ("solid", ""),
+    "stand-ins, placed": ("dot", ""),
 }
-"""Way -> dash and marker."""
+"""Way -> dash, and the end of the marker's name, which begins with that of the batch size."""
 
 
 def scatter(
@@ -55,39 +42,69 @@ def scatter(
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         lines.setdefault(row["family"], []).append(row)
+    y_range = [math.log10(FLOOR) - 0.35, math.log10(max(highest, 1)) + 0.35]
+    shown = _uncovered(rows, x_range, y_range)
     return {
-        "data": [_line(name, members, x_title) for name, members in lines.items()],
+        "data": [
+            _line(name, members, x_title, LOOKS[number % len(LOOKS)], shown)
+            for number, (name, members) in enumerate(lines.items())
+        ],
         "layout": layout(
-            430,
+            360 + 22 * len(lines),
             xaxis=axis(x_title, range=list(x_range)),
             yaxis=axis(
-                "perplexity change (%, logarithmic)",
+                "perplexity change (%)",
                 type="log",
-                range=[math.log10(FLOOR) - 0.35, math.log10(max(highest, 1)) + 0.35],
+                range=y_range,
                 tickvals=[0.01, 0.1, 1, 10, 100, 1000],
                 ticktext=["≤ 0.01", "0.1", "1", "10", "100", "1000"],
             ),
-            legend={"orientation": "h", "yanchor": "top", "y": -0.2, "x": 0},
             shapes=[upright(reference)],
         ),
     }
 
 
-def _line(name: str, members: Sequence[Mapping[str, Any]], x_title: str) -> dict[str, Any]:
-    colour = FAMILY_COLOURS.get(name, ACCENT)
+_APART = (0.07, 0.05)  # shares of the plot's width and height that a label takes
+
+
+def _uncovered(
+    rows: Sequence[Mapping[str, Any]], x_range: tuple[float, float], y_range: Sequence[float]
+) -> set[int]:
+    """Return the ids of rows whose labels cover no earlier one; the others are shown on hover."""
+    wide, high = x_range[1] - x_range[0], y_range[1] - y_range[0]
+    places: list[tuple[float, float]] = []
+    shown = set()
+    for row in rows:
+        if row["change"] <= FLOOR:
+            continue
+        x, y = row["x"] / wide, math.log10(row["change"]) / high
+        if all(abs(x - a) > _APART[0] or abs(y - b) > _APART[1] for a, b in places):
+            places.append((x, y))
+            shown.add(id(row))
+    return shown
+
+
+def _line(
+    name: str,
+    members: Sequence[Mapping[str, Any]],
+    x_title: str,
+    look: tuple[str, str, str],
+    shown: set[int],
+) -> dict[str, Any]:
+    colour, symbol, dash = look
     trace: dict[str, Any] = {
         "type": "scatter",
         "mode": "lines+markers+text",
         "name": name,
         "x": [row["x"] for row in members],
         "y": [max(row["change"], FLOOR) for row in members],
-        "text": [row["short"] if row["change"] > FLOOR else "" for row in members],
-        "textposition": FAMILY_LABELS.get(name, "top right"),
+        "text": [row["short"] if id(row) in shown else "" for row in members],
+        "textposition": "top right",
         "textfont": {"size": 11, "color": colour},
         "cliponaxis": False,
         "customdata": [[row["label"], row["change"]] for row in members],
-        "marker": {"size": 10, "color": colour, "symbol": FAMILY_SYMBOLS.get(name, "circle")},
-        "line": {"width": 1.5, "color": colour},
+        "marker": {"size": 10, "color": colour, "symbol": symbol},
+        "line": {"width": 1.5, "color": colour, "dash": dash},
         "hovertemplate": "%{customdata[0]}<br>perplexity %{customdata[1]:+.2f}%"
         f"<br>{x_title}: %{{x:.2f}}<extra></extra>",
     }
@@ -137,21 +154,24 @@ def sweep_figure(result: Mapping[str, Any]) -> Figure:
     widest = max(base, *(row["x"] for row in rows))
     figure = scatter(
         rows,
-        "busiest device (load / mean load without a cap)",
+        "busiest device / mean load",
         reference=round(base, 4),
         x_range=(-0.05 * widest, round(1.08 * widest, 3)),
         highest=max(row["change"] for row in rows),
     )
-    colours: dict[str, str] = {}
+    kinds: dict[str, int] = {}
     for trace in figure["data"]:
         own, _, expanded = trace["name"].partition(", expanded to ")
-        kind = own + expanded.partition(",")[2]  # expanded or not: one colour, dashed or not
-        _recolour(trace, colours.setdefault(kind, _SWEEP_COLOURS[len(colours) % 8]))
+        how, _, rest = expanded.partition(", ")
+        number = kinds.setdefault(f"{own}, {rest}" if rest else own, len(kinds))
+        if how == "own device":  # the only way by default: a shorter name fits a phone
+            trace["name"] = ", ".join(filter(None, (own, "expanded", rest)))
+        colour, symbol, _ = LOOKS[number % len(LOOKS)]
+        _recolour(trace, colour)
+        # expanded or not: one colour and shape, open and dashed or filled and solid
         trace["line"] |= {"dash": "dash" if expanded else "solid"}
-        trace["marker"] |= {"size": 6 if expanded else 8, "symbol": "circle"}
+        trace["marker"] |= {"size": 8, "symbol": f"{symbol}-open" if expanded else symbol}
         trace["textfont"] |= {"size": 10}
-        if expanded:
-            trace["mode"] = "lines+markers"
     best = sorted((p for p in points if p["on_frontier"]), key=lambda p: p["device_peak_to_mean"])
     figure["data"].append(
         {
@@ -165,39 +185,37 @@ def sweep_figure(result: Mapping[str, Any]) -> Figure:
             "hoverinfo": "skip",
         }
     )
-    figure["layout"]["height"] = 560
     return figure
 
 
-def sweep_values(result: Mapping[str, Any] | None, note: str = "") -> dict[str, Any]:
+def sweep_values(
+    result: Mapping[str, Any] | None, note: str = "", apart: str = ""
+) -> dict[str, Any]:
     """Return the values of the template sweep_section; its figure goes under "sweep".
 
     Args:
         result: of `sweep`, or read back; None: no section.
         note: further words on how it was measured.
+        apart: why its figures differ from others on the page.
     """
     words = [] if result is None else sweep_words(result)
-    return {"swept": result, "swept_words": words, "swept_note": note}
+    return {"swept": result, "swept_words": words, "swept_note": note, "swept_apart": apart}
 
 
 def sweep_words(result: Mapping[str, Any]) -> list[str]:
     """Write the result of a sweep as sentences: at the mean, and the dial below it."""
     lines = []
-    for size, meaning in ((1.0, "every device at most at the mean"), (0.5, "half of the work")):
+    for size, meaning in ((1.0, "Every device at the mean"), (0.5, "Half of the work")):
         near = [p for p in result["points"] if p["device_peak_to_mean"] <= size + 1e-9]
         if not near:
             continue
         best = _simplest(near)
         plain = [p for p in near if not p["compensate"]]
-        line = (
-            f"Busiest device at most {size:g} × the mean ({meaning}): "
-            f"{100 * best['change']:+.2f}% perplexity with {family(best)} at "
-            f"{factor(best['capacity_factor'])}"
-        )
+        line = f"{meaning}: {signed_percent(best['change'])} perplexity"
         if best["compensate"] and plain:
-            least = _simplest(plain)
-            line += f"; {100 * least['change']:+.2f}% without stand-ins ({family(least)})"
-        lines.append(line + ".")
+            without = signed_percent(_simplest(plain)["change"])
+            line += f" with stand-ins, {without} without"
+        lines.append(f"{line}.")
     return lines
 
 
@@ -222,7 +240,7 @@ def decode_figure(result: Mapping[str, Any]) -> Figure:
         rows.append(_row(_way(point), setting, str(most), point["change"], point["read"]))
     figure = scatter(
         rows,
-        f"experts read by the device that reads most, of {hosted}",
+        f"experts read, busiest device (of {hosted})",
         reference=max(point["read_before"] for point in points),
         x_range=(0.6, hosted + 0.2),
         highest=max(row["change"] for row in rows),
@@ -230,10 +248,11 @@ def decode_figure(result: Mapping[str, Any]) -> Figure:
     batches = sorted({point["batch"] for point in points})
     for trace in figure["data"]:
         size, _, way = trace["name"].partition(" sequences, ")
-        dash, symbol = _DECODE_LOOKS[way]
-        _recolour(trace, _BATCH_COLOURS[batches.index(int(size)) % len(_BATCH_COLOURS)])
+        colour, symbol, _ = LOOKS[batches.index(int(size)) % len(LOOKS)]
+        dash, ending = _DECODE_LOOKS[way]
+        _recolour(trace, colour)
         trace["line"] |= {"dash": dash}
-        trace["marker"] |= {"symbol": symbol}
+        trace["marker"] |= {"symbol": symbol + ending}
     return figure
 
 

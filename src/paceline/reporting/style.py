@@ -25,24 +25,24 @@ STAGE_COLOURS = {
 }
 """Colours of the stages of a MoE layer."""
 
-FAMILY_COLOURS = {
-    "no cap": "#5b6875",
-    "Token Drop per device": "#0b6e8f",
-    "Expanded Drop per device": "#6a4fb3",
-    "Token Drop per expert": "#d08a1d",
-    "Token Drop per expert, random": "#c8553d",
-}
-FAMILY_LABELS = {  # where a marker's text goes, so that close families don't cover each other
-    "Token Drop per device": "bottom right",
-    "Expanded Drop per device": "top left",
-}
-FAMILY_SYMBOLS = {
-    "no cap": "star",
-    "Token Drop per device": "circle",
-    "Expanded Drop per device": "diamond",
-    "Token Drop per expert": "square",
-    "Token Drop per expert, random": "x",
-}
+LOOKS = (
+    ("#0b6e8f", "circle", "solid"),
+    ("#c8553d", "square", "dash"),
+    ("#6a4fb3", "diamond", "dot"),
+    ("#d08a1d", "triangle-up", "dashdot"),
+    ("#2e8b57", "x", "longdash"),
+    ("#8d99a6", "star", "longdashdot"),
+    ("#b0578d", "triangle-down", "solid"),
+    ("#1d6fd0", "cross", "dash"),
+)
+"""Colour, marker and dash of the lines of a figure, in order: they differ in each."""
+
+DARK = {
+    INK: "#e6ebf0", MUTED: "#a3b1bf", GRID: "#2f3b47", PAPER: "#17212b", "#dde4ea": "#2f3b47",
+    "#f4f7f9": "#0f161d", "#e9f4f8": "#1d3644", ACCENT: "#4fb3d4", PALE: "#5f7f8d",
+    "#6a4fb3": "#a591e0", "#1d6fd0": "#6fa8ea",
+}  # fmt: skip
+"""Colour -> the colour in its place where the reader prefers a dark page."""
 
 # Loads relative to the mean: blue is idle, pale is the mean, red is a straggler.
 _COLD, _MEAN, _HOT, _HOTTEST = "#2f6f9f", "#f6f3ec", "#e0763f", "#7d1420"
@@ -56,17 +56,19 @@ def load_colours(highest: float) -> list[list[Any]]:
 
 
 def layout(height: int, **more: Any) -> dict[str, Any]:
-    """Return the layout of all figures; explicit colours, so that dark modes change nothing."""
+    """Return the layout of all figures; on a dark page its colours become those of `DARK`."""
     return {
         "height": height,
         "paper_bgcolor": PAPER,
         "plot_bgcolor": PAPER,
         "font": {"family": "system-ui, -apple-system, 'Segoe UI', sans-serif", "color": INK},
         "margin": {"l": 62, "r": 18, "t": 20, "b": 56},
-        "legend": {"orientation": "h", "yanchor": "bottom", "y": 1.02, "x": 0},
+        "legend": {
+            "orientation": "h", "yanchor": "bottom", "y": 1.02, "x": 0, "font": {"size": 11},
+        },
         "hoverlabel": {"bgcolor": INK, "font": {"color": PAPER}},
         **more,
-    }
+    }  # fmt: skip
 
 
 def axis(title: str, **more: Any) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def _devices(loads: Mapping[str, Sequence[float]]) -> Figure:
 
 
 def _frontier(study: CapStudy) -> Figure:
-    """Draw gain in rows to wait for against the loss, a line per unit and placement."""
+    """Draw gain in rows of the busiest device against the loss, a line per unit and placement."""
     data = []
     for (placement, unit), look in _LOOKS.items():
         ways = [w for w in study.ways if w.placement == placement and w.unit in (unit, None)]
@@ -151,7 +151,9 @@ def _frontier(study: CapStudy) -> Figure:
             }
         )
     unknown = any(way.gate_mass_lost is None for way in study.ways)
-    return _against(data, "assignments" if unknown else "gate mass", "rows to wait for: gain")
+    return _against(
+        data, "assignments" if unknown else "gate mass", "gain, rows of the busiest device"
+    )
 
 
 def _planned(planned: PlanResult) -> Figure:
@@ -164,7 +166,7 @@ def _planned(planned: PlanResult) -> Figure:
         name, gains = f"experts {placement}", [1 + point.gain for point in points]
         shares = [round(100 * loss(point), 4) for point in points]
         data.append(line(name, shares, gains, _LOOKS[placement, "device"], name + _HOVER, labels))
-    return _against(data, "gate mass", "MoE layers, modelled: gain")
+    return _against(data, "gate mass", "gain, modelled time")
 
 
 def _against(data: list[dict[str, Any]], lost_part: str, gain: str) -> Figure:
