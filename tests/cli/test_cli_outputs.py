@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from commands import SAMPLE, run
 
+from paceline.placement import ExpertPlacement
+from paceline.plan import Plan
 from paceline.shipped import CALIBRATION_FOLDER
 
 CAP = "--policy", "capacity_factor=1"
@@ -109,6 +111,10 @@ FILES: dict[str, tuple[tuple[str, ...], str, str]] = {
     "factors": (("tune", "demo", "--only", "factors", "--bound", "1"), "--out", "plan.toml"),
     "eval": (("eval", "demo", *CAP), "--out", "eval.json"),
     "grid": (("eval", "demo", "--grid"), "--out", "sweep.json"),
+    "page of bench layer": (("bench", "layer"), "--html", ""),
+    "page of a model": (("loads", "demo"), "--html", ""),
+    "page of a trace": (("loads", SAMPLE), "--html", ""),
+    "figures": (("loads", SAMPLE), "--figures", "waits.svg"),
 }
 
 
@@ -128,6 +134,20 @@ def test_no_verb_replaces_what_another_run_made(
     assert path.read_text() == "{}"
     with pytest.raises(pytest.fail.Exception, match="the work began"):
         run(*verb, option, out, "--force")
+
+
+def test_the_demo_replaces_its_own_page_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_work(monkeypatch)
+    demo = "demo", "--quick", "--out", tmp_path
+    (tmp_path / "index.html").write_text("mine")
+    assert "holds a page that is no demo's" in refused(*demo)
+    (tmp_path / "results.json").write_text('{"schema": "paceline-eval/1"}')
+    assert "holds a page that is no demo's" in refused(*demo)
+    (tmp_path / "results.json").write_text('{"schema": "paceline-demo/1"}')
+    with pytest.raises(pytest.fail.Exception, match="the work began"):
+        run(*demo)
 
 
 def test_a_plan_is_replaced_by_force(tmp_path: Path) -> None:
@@ -188,6 +208,10 @@ def test_eval_replaces_its_own_result_and_what_it_covers(tmp_path: Path) -> None
     assert "another number of devices, 8" in refused(*judge, *CAP, "--devices", "4")
     assert run(*judge, *CAP, *other).exit_code == 0
     assert run(*judge, *other, "--force").exit_code == 0
+    found = json.loads((out / "eval.json").read_text())
+    found["subject"]["weights"] = "of an earlier training"
+    (out / "eval.json").write_text(json.dumps(found))
+    assert "results of demo with other weights" in refused(*judge, *other)
     grid = "eval", "demo", *SMALL, "--grid", "--units", "device", "--keeps", "score", "--out", out
     assert run(*grid, "--expands", "none", "--factors", "1").exit_code == 0
     assert run(*grid, "--expands", "none", "--factors", "1,0.5").exit_code == 0
@@ -265,6 +289,34 @@ def test_a_policy_that_capped_nothing_says_so(tmp_path: Path) -> None:
     assert f"{FROM}" in said
     found = json.loads(run(*grid, "--keeps", "score", "--expands", "none", "--json").stdout)
     assert all(point["capped_nothing"] for point in found["points"])
+
+
+def test_too_little_text_is_not_tuned_on(tmp_path: Path) -> None:
+    small = "--text", "prose", "--tokens", "48", "--batch-size", "1", "--sequence-length", "16"
+    line = refused("tune", "demo", *small, "--out", tmp_path / "out")
+    assert "too little text: a stand-in needs 8 tokens" in line
+    assert not (tmp_path / "out" / "calibration.safetensors").exists()
+
+
+SCHEMAS: dict[str, Callable[[Path], tuple[str | Path, ...]]] = {
+    "paceline-record/1": lambda out: ("record", "demo", *SMALL, "--out", out),
+    "paceline-import/1": lambda out: ("import", SAMPLE, "--out", out),
+    "paceline-reorder/1": lambda out: ("reorder", "demo", "--plan", _plan(out), "--out", out),
+    "paceline-bench-layer/1": lambda out: ("bench", "layer", "--shape", "tiny", "--rounds", "1"),
+}
+
+
+def _plan(out: Path) -> Path:
+    plan = out.with_name("plan.toml")
+    Plan(placements=(ExpertPlacement.contiguous(32, 4),)).save(plan)
+    return plan
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_json_names_its_schema(schema: str, tmp_path: Path) -> None:
+    result = run(*SCHEMAS[schema](tmp_path / "out"), "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["schema"] == schema
 
 
 # -- tasks -----------------------------------------------------------------------------------------

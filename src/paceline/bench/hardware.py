@@ -32,6 +32,8 @@ from paceline.bench.workload import Shape, build_experts
 from paceline.progress import Progress
 from paceline.system_info import system_info
 
+SCHEMA = "paceline-hardware/1"
+
 FIT_SIZES = (
     (512, 512), (1024, 512), (1024, 1024), (1536, 1024), (2048, 768), (2048, 1536), (2880, 1440),
 )  # fmt: skip
@@ -287,7 +289,7 @@ def fit_this_machine(
         "threads": threads,
         **system_info(),
     }
-    return {"hardware": asdict(found.hardware), **more}
+    return {"schema": SCHEMA, "hardware": asdict(found.hardware), **more}
 
 
 def _errors(hardware: Hardware, timings: Sequence[Timing]) -> list[float]:

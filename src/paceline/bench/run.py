@@ -78,7 +78,8 @@ class Results(BaseModel):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the results as JSON-able values."""
-        return self.model_dump(exclude_unset=True)
+        schema = "-".join(self.kind.split()) + f"/{self.version}"
+        return {"schema": schema, **self.model_dump(exclude_unset=True)}
 
 
 def under_torchrun() -> bool:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.batches import Batch, Sampling, check_length, make_batches, run_batch
+from paceline.calibration.fit import ROWS_PER_RANK
 from paceline.calibration.layer_fit import FOLDS, TIMES, fit_layer
 from paceline.calibration.rows import CAPS, Rows, Seen
 from paceline.facts import Facts
@@ -132,6 +133,7 @@ def calibrate(
                         )
                     break
                 rows = Rows(seen.pop(layer.name), layer, text_of_row, part_of_row, batch_of_row)
+                _check_enough(rows)
                 fitted = partial(report, layer.name, 1)
                 found[index] = fit_layer(rows, rank, len(tokens), devices, fitted, caps)
                 if kept is not None:
@@ -150,6 +152,23 @@ def _check(identity: Sequence[LayerIdentity], devices: int | None) -> None:
                 f"devices must be at most {layer.num_experts}, the experts of layer {layer.name}, "
                 f"got {devices}"
             )
+
+
+def _check_enough(rows: Rows) -> None:
+    """Check that half of a layer's experts can have a stand-in.
+
+    Raises:
+        ValueError: saying how much text would do.
+    """
+    experts, tokens = rows.layer.num_experts, len(rows.ids)
+    chosen = rows.ids[(rows.ids >= 0) & (rows.ids < experts)].long()
+    median = int(torch.bincount(chosen, minlength=experts).median())
+    if median < ROWS_PER_RANK:
+        raise ValueError(
+            f"too little text: a stand-in needs {ROWS_PER_RANK} tokens, and half of the experts of "
+            f"layer {rows.layer.name} got {median} or fewer of {tokens}; give about "
+            f"{tokens * 2 * ROWS_PER_RANK // max(median, 1):,} tokens or more"
+        )
 
 
 def _real(batch: Batch) -> Tensor:

@@ -105,7 +105,7 @@ def bench_layer_verb(
     if text and model is None:
         raise ValueError("--text needs --model, which it runs through.")
     check_writable(out=out, html=html)
-    check_new(force, out=out)
+    check_new(force, out=out, html=html)
     chosen = plan_from_options(devices, placement, plan)
     loaded = ids = None
     if model is not None:
@@ -168,7 +168,7 @@ def bench_model_verb(
 
     quiet()
     check_writable(out=out, html=html)
-    check_new(force, out=out)
+    check_new(force, out=out, html=html)
     chosen = plan_from_options(devices, placement, plan)
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if model.split(":")[0] == "random":

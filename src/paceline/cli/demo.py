@@ -48,9 +48,11 @@ def demo(
       paceline demo --quick
     """
     check_folder(out=out)
-    from paceline.demo.page import run_with_findings, save_demo
+    from paceline.demo.page import holds_other_results, run_with_findings, save_demo
     from paceline.demo.settings import DemoSettings
 
+    if holds_other_results(out):
+        raise ValueError(f"--out {out} holds a page that is no demo's: give another folder.")
     quiet()
     with progress() as tell:
         settings = DemoSettings.quick() if quick else DemoSettings()

@@ -127,7 +127,7 @@ def evaluate(
     from paceline.batches import Sampling
     from paceline.evaluation.run import Axes, Job, sweep
     from paceline.evaluation.run import evaluate as judge
-    from paceline.evaluation.subject import Subject
+    from paceline.evaluation.subject import Subject, weights_hash
     from paceline.files import write_text
     from paceline.stand_ins.calibration_file import Calibration
 
@@ -149,9 +149,10 @@ def evaluate(
 
     sampling = Sampling(tokens, batch_size, sequence_length)
     texts = read_texts(text or [], model) if text or not names else {}
+    old = None
     if out is not None and not force:
         points = [each for each, _ in axes.policies()] if axes is not None else None
-        _check_earlier(out, _of_run(model, places, points, policies, texts, names))
+        old = _check_earlier(out, _of_run(model, places, points, policies, texts, names))
     fitted = None if calibration is None else Calibration.load(calibration)
     chosen = None
     if names:
@@ -163,6 +164,11 @@ def evaluate(
         chosen = load_tasks(names, [TASK_FOLDER, *(include_path or [])], num_fewshot)
     network, tokenizer = load(model, dtype.value, trust_remote_code)
     if out is not None:
+        if old is not None and not force and old != weights_hash(network):
+            raise ValueError(
+                f"--out {out} holds results of {model} with other weights or another dtype: give "
+                "another, or --force to replace it."
+            )
         out.mkdir(parents=True, exist_ok=True)
     with progress() as tell, continued_by_same_command(kept=out is not None):
         if axes is not None:
@@ -347,8 +353,11 @@ def _point(fields: Mapping[str, Any]) -> str:
     return str([fields[name] for name in POINT])
 
 
-def _check_earlier(out: Path, run: tuple[str, Made]) -> None:
+def _check_earlier(out: Path, run: tuple[str, Made]) -> str | None:
     """Check that a run has all that the result in its folder has, so that nothing is lost.
+
+    Returns:
+        The hash of that result's weights; None without one.
 
     Raises:
         ValueError: naming what the earlier result is of.
@@ -360,12 +369,14 @@ def _check_earlier(out: Path, run: tuple[str, Made]) -> None:
     name, new = run
     path = out / name
     if not path.exists():
-        return
+        return None
     ending = "give another, or --force to replace it."
     try:
-        old = _of_file(json.loads(read_plain(path, MOST_TEXT)))
+        result = json.loads(read_plain(path, MOST_TEXT))
+        old, weights = _of_file(result), result["subject"].get("weights")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"--out {out} holds {name} of something else: {ending}") from None
     for kind, values in old.items():
         if lost := sorted(values - new[kind]):
             raise ValueError(f"--out {out} holds {name} of another {kind}, {lost[0]}: {ending}")
+    return None if weights is None else str(weights)

@@ -64,6 +64,7 @@ def import_trace(
         count, tokens = save_trace(read, out, tell)
     header = read.header
     result = {
+        "schema": "paceline-import/1",
         "trace": str(out),
         "source": header.source,
         "content": header.content,

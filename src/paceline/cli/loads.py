@@ -14,6 +14,7 @@ from paceline.cli import options, trace_loads
 from paceline.cli.output import (
     check_at_least,
     check_folder,
+    check_new,
     check_writable,
     emit,
     guarded,
@@ -87,6 +88,7 @@ def loads(
     model_config: options.ModelConfig = None,
     world_size: options.WorldSize = None,
     physical: options.Physical = False,
+    force: options.Force = False,
     json: options.AsJson = False,
 ) -> None:
     """Show how uneven the expert loads of a model on your text, or of recorded traffic, are.
@@ -120,6 +122,7 @@ def loads(
     check_at_least(1, devices=devices)
     check_writable(html=html)
     check_folder(figures=figures)
+    check_new(force, html=html, figures=figures)
     policies, plans, placements = policy or [], plan or [], placement or []
     facts: dict[str, Any] = {
         "experts": experts, "k": k, "layers": layers, "model_config": model_config,

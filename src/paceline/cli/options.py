@@ -136,8 +136,6 @@ Content = Annotated[
     ContentName,
     typer.Option(help="counts reveal little; choices and scores, token by token, reveal text."),
 ]
-Force = Annotated[
-    bool, typer.Option("--force", help="Replace what an earlier run wrote to --out or --maps.")
-]
+Force = Annotated[bool, typer.Option("--force", help="Replace what an earlier run wrote.")]
 Html = Annotated[Path | None, typer.Option(help="Page (HTML) to write.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]

@@ -126,13 +126,15 @@ def check_folder(*, parents: bool = True, **folders: Path | None) -> None:
 
 
 def check_new(force: bool, **paths: Path | None) -> None:
-    """Check that options replace no earlier result, unless by --force.
+    """Check that options replace no earlier result, unless by --force; a folder may be empty.
 
     Raises:
         ValueError: naming the option and the file that is there.
     """
     for option, path in paths.items():
-        if path is not None and not force and os.path.lexists(path):
+        if path is None or force or not os.path.lexists(path):
+            continue
+        if not path.is_dir() or any(path.iterdir()):
             raise ValueError(f"--{option} {path} exists: give another, or --force to replace it.")
 
 

@@ -76,6 +76,7 @@ def record(
     run = run_batch if texts is not None else answer
     layers, forwards = record_batches(network, model, batches, run, out, content.value)
     result = {
+        "schema": "paceline-record/1",
         "trace": str(out),
         "model": model,
         "content": content.value,

@@ -68,6 +68,7 @@ def reorder(
     with progress() as tell:
         write(checkpoint, maps, out, tell, wanted, compare if compares else None)
     result: dict[str, Any] = {
+        "schema": "paceline-reorder/1",
         "model": model,
         "out": str(out),
         "layers": len(checkpoint.layers()),

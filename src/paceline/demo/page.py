@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,18 @@ from typing import Any
 from paceline.analysis.verdict import ceiling, waiting
 from paceline.bench.emulated import ExpertTime
 from paceline.demo.assets import shipped_decode, shipped_sweep
-from paceline.demo.run import DemoResult, Findings, LayerTable, PolicyPart, PolicyRow, run_demo
+from paceline.demo.run import (
+    KIND,
+    DemoResult,
+    Findings,
+    LayerTable,
+    PolicyPart,
+    PolicyRow,
+    run_demo,
+)
 from paceline.demo.settings import HEADLINE, KINDS, DemoSettings
 from paceline.evaluation.results import PerplexityChange
-from paceline.files import write_text
+from paceline.files import MOST_TEXT, read_plain, write_text
 from paceline.progress import Progress
 from paceline.reporting.figures import Figure, device_bars, load_map, peak_bars, relative
 from paceline.reporting.pages import render
@@ -77,6 +86,18 @@ def save_demo(result: DemoResult, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "results.json", result.to_json(), private=False)
     write_text(folder / "index.html", demo_page(result), private=False)
+
+
+def holds_other_results(folder: Path) -> bool:
+    """Return True if `save_demo` would replace files that are not of a demo."""
+    names = ("results.json", "index.html")
+    if not any((folder / name).exists() for name in names):
+        return False
+    try:
+        found = json.loads(read_plain(folder / names[0], MOST_TEXT))
+        return not str(found["schema"]).startswith(KIND)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return True
 
 
 def demo_page(result: DemoResult) -> str:

@@ -21,7 +21,8 @@ from paceline.placement import ExpertPlacement
 from paceline.progress import Progress
 from paceline.system_info import system_info
 
-SCHEMA = "paceline-demo/2"
+KIND = "paceline-demo/"
+SCHEMA = KIND + "2"
 Runs = dict[str, dict[str, PolicyRun]]
 """Kind of batch -> key of the policy -> run."""
 

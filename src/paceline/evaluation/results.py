@@ -287,13 +287,14 @@ class ModelSize(Form):
 
 
 class SubjectFacts(ModelSize):
-    """The model under evaluation, and where its experts are."""
+    """The model under evaluation, a hash of its weights, and where its experts are."""
 
     architecture: str
     parameters: int
     dtype: str
     experts_per_device: list[int]
     calibrated_on: dict[str, int] | None
+    weights: str | None = None
     policies: list[NamedPolicy] = []
 
 

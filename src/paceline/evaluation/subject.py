@@ -117,6 +117,7 @@ class Subject:
             calibrated_on=None
             if fitted is None
             else dict(zip(fitted.texts, fitted.tokens, strict=True)),
+            weights=weights_hash(self.model),
             policies=[
                 NamedPolicy(name=name, policy=_short_form(policy))
                 for name, policy in self.policies.items()
@@ -124,23 +125,28 @@ class Subject:
         )
 
     def fingerprint(self) -> str:
-        """Hash the model's weights, its calibration, the placement and the libraries.
-
-        Of every weight, up to 256 values spread over it are read.
-        """
+        """Hash the model's weights, its calibration, the placement and the libraries."""
         seen = hashlib.sha256()
-        weights = self.model.state_dict().items()
-        for name, weight in (part for own, whole in weights for part in plain_parts(own, whole)):
-            seen.update(f"{name} {list(weight.shape)} {weight.dtype} {weight.device.type}".encode())
-            if weight.device.type != "meta" and weight.numel():
-                step = max(1, weight.numel() // _SAMPLED)
-                values = weight.detach().flatten()[::step][:_SAMPLED].to("cpu", torch.float64)
-                seen.update(values.numpy().tobytes())
         for layer in self.calibration.layers if self.calibration else ():
             for name, tensor in layer.tensors().items():
                 seen.update(name.encode() + tensor.double().contiguous().numpy().tobytes())
         libraries = [version(name) for name in ("paceline", "torch", "transformers")]
-        return digest([_FORM, seen.hexdigest(), self.plan.to_toml(), *libraries])
+        return digest(
+            [_FORM, weights_hash(self.model), seen.hexdigest(), self.plan.to_toml(), *libraries]
+        )
+
+
+def weights_hash(model: Any) -> str:
+    """Hash a model's weights: of each up to 256 values spread over it, with its dtype."""
+    seen = hashlib.sha256()
+    weights = model.state_dict().items()
+    for name, weight in (part for own, whole in weights for part in plain_parts(own, whole)):
+        seen.update(f"{name} {list(weight.shape)} {weight.dtype} {weight.device.type}".encode())
+        if weight.device.type != "meta" and weight.numel():
+            step = max(1, weight.numel() // _SAMPLED)
+            values = weight.detach().flatten()[::step][:_SAMPLED].to("cpu", torch.float64)
+            seen.update(values.numpy().tobytes())
+    return seen.hexdigest()[:32]
 
 
 def _short_form(policy: Any) -> str | list[str] | None:
