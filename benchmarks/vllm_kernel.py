@@ -73,7 +73,7 @@ def cases(
     import torch
     import vllm._custom_ops as ops
 
-    from paceline.engines.vllm.cpu_experts import fused_experts
+    from paceline.engines.vllm.cpu_experts import run_pairs
 
     experts, k, hidden, width = shape
     rng = torch.Generator().manual_seed(0)
@@ -87,6 +87,11 @@ def cases(
     weights, ids = torch.randn(TOKENS, experts, generator=rng).softmax(-1).topk(k)
     ids, out, other = ids.int(), torch.empty_like(x), torch.empty(1 << 21)
 
+    def kernel(output: Any, inputs: Any, weights: Any, ids: Any) -> None:
+        ops.cpu_fused_moe(
+            output, inputs, w13, w2, None, None, weights.contiguous(), ids.contiguous(), "silu", isa
+        )
+
     def seconds(run: Callable[[], None]) -> float:
         other.add_(1)
         begin = time.process_time()
@@ -97,8 +102,7 @@ def cases(
     for share in SHARES:
         kept = torch.where(torch.rand(ids.shape, generator=rng) < share, -1, ids)
         whole, pairs = (
-            partial(fused_experts, out, x, w13, w2, None, None, weights, chosen, None, "silu", isa,
-                    False)
+            partial(run_pairs, kernel, out, x, weights, chosen, None)
             for chosen in (ids, kept)
         )  # fmt: skip
         times = [(seconds(pairs), seconds(whole)) for _ in range(rounds + 2)][2:]

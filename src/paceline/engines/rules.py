@@ -60,19 +60,26 @@ class LayerTraits:
     modalities_reason: str = ""
 
 
-def with_default_pool(policy: CapacityPolicy, own_batches: bool) -> CapacityPolicy:
+def with_default_pool(
+    policy: CapacityPolicy, own_batches: bool, shared_cache: bool = False
+) -> CapacityPolicy:
     """Return a policy whose pool, unless it is named, suits the ranks.
 
     Args:
         policy: as the user wrote it.
         own_batches: True if each rank has a batch of its own: then the source is the default.
+        shared_cache: True if requests read each other's cached prefixes: then each request gets a
+            budget of its own, so that a batch changes nothing that others read. max_active, which
+            caps a batch, keeps its pool.
 
     >>> with_default_pool(CapacityPolicy(capacity_factor=1.5), own_batches=True).pool
     'source'
     """
-    if own_batches and policy.caps and "pool" not in policy.model_fields_set:
-        return policy.replace(pool="source")
-    return policy
+    if not policy.caps or "pool" in policy.model_fields_set:
+        return policy
+    if shared_cache and policy.mode == "enforce" and policy.max_active is None:
+        return policy.replace(pool="request")
+    return policy.replace(pool="source") if own_batches else policy
 
 
 def check_policy(policy: CapacityPolicy, layer: LayerTraits) -> None:

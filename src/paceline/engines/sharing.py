@@ -34,8 +34,8 @@ def warn_of_sharing(policy: CapacityPolicy, requests: int, stacklevel: int = 2) 
     """
     apart = 'say pool="request"' if policy.max_active is None else "remove max_active"
     warnings.warn(
-        f'{requests} sequences share one budget under pool="{policy.pool}", so what one of them '
-        f"gets depends on the others; where they belong to different users, {apart}.",
+        f'paceline: {requests} sequences share one budget under pool="{policy.pool}", so what one '
+        f"of them gets depends on the others; where they belong to different users, {apart}.",
         SharedBudgetWarning,
         stacklevel=stacklevel + 1,
     )
@@ -52,8 +52,9 @@ def warn_of_shared_cache(remedy: str, stacklevel: int = 2) -> None:
         stacklevel: as of `warnings.warn`.
     """
     warnings.warn(
-        "requests share cached prefixes, and under a cap these depend on the tokens that followed "
-        f"them, so one request reveals another; where they belong to different users, {remedy}.",
+        "paceline: requests share cached prefixes, and under a cap these depend on the tokens that "
+        "followed them, so one request reveals another; where they belong to different users, "
+        f"{remedy}.",
         SharedCacheWarning,
         stacklevel=stacklevel + 1,
     )

@@ -22,12 +22,18 @@ def test_serve_passes_flags_on(tmp_path: Path) -> None:
     for environ, extra in (
         ({**shared, "PACELINE_ACCEPT_SHARED_BUDGET": "1"}, []),
         ({"PACELINE_POLICY": "capacity_factor=1.25,pool=request"}, []),
-        (shared, ["--enable-prefix-caching"]),  # the plugin refuses it, and says why
+        (shared, ["--enable-prefix-caching"]),  # the plugin takes pool=request then
     ):
         assert "--no-enable-prefix-caching" not in command.vllm_flags("m", extra, environ)
     demo = command.vllm_flags("demo", ["--max_model_len=64"], {"PACELINE_POLICY": "mode=observe"})
     assert "--max-model-len" not in demo
     assert demo[demo.index("--dtype") + 1] == "float32"
+    assert "--enforce-eager" in demo
+    assert demo[demo.index("--kv-cache-memory-bytes") + 1] == str(command.DEMO_CACHE)
+    for own in (["-O2"], ["-cc.mode=3"], ["--no-enforce-eager"], ["--compilation-config", "{}"]):
+        assert "--enforce-eager" not in command.vllm_flags("demo", own, shared)
+    own = ["--gpu-memory-utilization", "0.5"]
+    assert "--kv-cache-memory-bytes" not in command.vllm_flags("demo", own, shared)
     assert command.plugin_environment() == {"PACELINE_POLICY": "mode=observe"}
     with pytest.raises(ValueError, match="capacity_factor"):
         command.plugin_environment("capacity_factor=0")

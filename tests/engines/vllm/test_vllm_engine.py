@@ -33,7 +33,8 @@ from vllm_models import FAMILIES, dtype_of, make
 
 from paceline import CapacityPolicy
 from paceline.engines.sharing import SharedBudgetWarning
-from paceline.engines.vllm.capped_model import check_settings
+from paceline.engines.vllm.capped_model import OWN_BUDGETS, check_settings
+from paceline.engines.vllm.cpu_experts import TrialFailed, try_experts
 from paceline.engines.vllm.runners import out_of_reach
 from paceline.plan import Plan
 
@@ -233,13 +234,12 @@ def test_layers_out_of_reach(olmoe: Capped, monkeypatch: pytest.MonkeyPatch) -> 
     modules = worker.model_runner.get_model().modules()
     runner = next(m for m in modules if type(m).__name__ == "MoERunner")
     assert out_of_reach(runner) is None
-    experts = runner.routed_experts.quant_method.moe_kernel.fused_experts
     true = property(lambda self: True)
     for owner, name, value, reason in (
         (type(runner), "is_monolithic", true, "routes by itself"),
         (type(runner), "do_naive_dispatch_combine", true, "naive"),
         (runner, "router", object(), "none of vLLM's"),
-        (experts, "_use_zentorch", True, "can't skip dropped slots"),
+        (runner.routed_experts.quant_method.moe_kernel.impl, "fused_experts", None, "no modular"),
         (runner.expert_map_manager, "num_fused_shared_experts", 1, "fused"),
     ):
         with monkeypatch.context() as patch:
@@ -247,8 +247,96 @@ def test_layers_out_of_reach(olmoe: Capped, monkeypatch: pytest.MonkeyPatch) -> 
             assert reason in str(out_of_reach(runner))
 
 
+def test_experts_are_tried_before_they_are_capped(
+    olmoe: Capped, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The running engine's own kernel, and the same one with faults that another may have."""
+    (form,) = olmoe.model.kernels.values()
+    assert form == "one row per kept slot"
+    worker = olmoe.llm.llm_engine.model_executor.driver_worker.worker
+    modules = worker.model_runner.get_model().modules()
+    routed = next(m for m in modules if type(m).__name__ == "MoERunner").routed_experts
+    kernel = routed.quant_method.moe_kernel.fused_experts
+    stock = type(kernel).apply.paceline_stock
+    try_experts(kernel, routed, K)
+
+    def unweighted(self: Any, **given: Any) -> None:
+        if given["topk_ids"].shape[1] == 1:
+            given["topk_weights"] = torch.ones_like(given["topk_weights"])
+        stock(self, **given)
+
+    def first_rows(self: Any, **given: Any) -> None:
+        rows = given["hidden_states"].shape[0] // 2
+        cut = {n: given[n][:rows] for n in ("output", "hidden_states", "topk_weights", "topk_ids")}
+        stock(self, **{**given, **cut})
+
+    def two_slots(self: Any, **given: Any) -> None:
+        if given["topk_ids"].shape[1] < K:
+            raise RuntimeError("topk must be 2")
+        stock(self, **given)
+
+    for fault, said in (
+        (unweighted, "outputs differ by"),
+        (first_rows, "outputs differ by nan"),
+        (two_slots, "RuntimeError: topk must be 2"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(type(kernel).apply, "paceline_stock", fault)
+            with pytest.raises(TrialFailed, match=said):
+                try_experts(kernel, routed, K)
+
+
+@pytest.mark.long
+def test_dropped_slots_are_computed_only_if_asked_for(tmp_path: Path) -> None:
+    folder, policy = make("olmoe", tmp_path), "capacity_factor=1.0,min_expert_load=0"
+    kept = capped_engine(folder).prefill(policy)
+    with environment(policy=UNBOUND, devices=str(DEVICES), form="weight_zero"):
+        capped = Capped(start(folder))
+        done = capped.prefill(policy)
+        assert set(capped.model.kernels.values()) == {"dropped slots are computed with weight 0"}
+        refused = capped.llm.collective_rpc("paceline_check", args=(f"{policy},expand=all",))
+    assert "expand=all is not allowed with PACELINE_FORM=weight_zero" in refused[0]
+    assert sum(map(sum, done["calls"])) == 2 * TOKENS * K > sum(map(sum, kept["calls"]))
+    assert done["dropped"] == capped.model.describe()["dropped_computed"] == kept["dropped"]
+    for (a, x), (b, y) in zip(done["answers"], kept["answers"], strict=True):
+        assert a == b
+        assert x == pytest.approx(y, abs=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="vLLM's int8 kernel needs AMX")
+def test_int8_experts_compute_the_kept_slots(tmp_path: Path) -> None:
+    folder = make("qwen3_moe", tmp_path)
+    settings = {"dtype": "bfloat16", "quantization": "experts_int8"}
+    stock = answers(start(folder, **settings), tokens=1)
+    capped = capped_engine(folder, **settings)
+    assert capped.model.kernels == {"CPUExpertsInt8": "one row per kept slot"}
+    assert capped.prefill(UNBOUND)["answers"] == stock
+    assert capped.prefill("capacity_factor=1.0,min_expert_load=0")["dropped"] > 0
+
+
+@pytest.mark.long
+def test_with_prefix_caching_every_request_has_its_own_budget(tmp_path: Path) -> None:
+    """Where the policy names no pool; the answer says so; a policy that only counts keeps it."""
+    capped = capped_engine(make("olmoe", tmp_path), enable_prefix_caching=True)
+    assert capped.model.describe()["note"] == OWN_BUDGETS  # a cap that can't bind is a cap
+    for policy, pool in (
+        ("capacity_factor=0.5,min_expert_load=0", "request"),
+        ("capacity_factor=0.5,min_expert_load=0,mode=shadow", "batch"),
+        ("capacity_factor=0.5,min_expert_load=0,pool=request", "request"),
+        ("mode=observe", "batch"),
+    ):
+        capped.set(policy)
+        found = capped.model.describe()
+        assert found["fields"]["pool"] == pool
+        assert (found["note"] is None) == (pool == "batch" or "pool=request" in policy)
+    for policy in ("capacity_factor=0.5,pool=batch", "max_active=1"):
+        (refused,) = capped.llm.collective_rpc("paceline_check", args=(policy,))
+        assert "pool=batch with prefix caching" in refused
+
+
 def test_a_dense_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="has no MoE layer"):
+    with pytest.raises(Exception, match=r"paceline: .* has no MoE layer"):
         capped_engine(make("qwen3", tmp_path))
 
 

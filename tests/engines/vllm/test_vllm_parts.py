@@ -19,7 +19,7 @@ from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, route
 from paceline.engines.vllm import capped_layer as layer
 from paceline.engines.vllm import control, plugin
 from paceline.engines.vllm.capped_layer import CappedLayer, Ranks
-from paceline.engines.vllm.cpu_experts import LITTLE_WORK, ExpertCost, fused_experts
+from paceline.engines.vllm.cpu_experts import LITTLE_WORK, ExpertCost, run_pairs
 from paceline.engines.vllm.environment import read_settings
 from paceline.engines.vllm.tokens import Batch
 
@@ -44,6 +44,14 @@ def _oracle(hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> n
     return out
 
 
+def _kernel(
+    out: torch.Tensor, hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+) -> None:
+    ops.cpu_fused_moe(
+        out, hidden, *PACKED, None, None, weights.contiguous(), ids.contiguous(), "silu", "vec"
+    )
+
+
 @given(data=st.data(), rows=st.integers(1, 24), k=st.integers(1, 3))
 @settings(max_examples=80)
 def test_experts_compute_the_kept_pairs_and_no_other(
@@ -66,7 +74,7 @@ def test_experts_compute_the_kept_pairs_and_no_other(
     seen = ids if mapped is None else torch.where(ids < 0, ids, mapped[ids.clamp(min=0)])
     out = torch.full((rows, HIDDEN), torch.nan)
     kernel_rows.CALLS.clear()
-    fused_experts(out, hidden, *PACKED, None, None, weights, ids, mapped, "silu", "vec", False)
+    run_pairs(_kernel, out, hidden, weights, ids, mapped)
     assert kernel_rows.rows() == int((seen >= 0).sum())
     np.testing.assert_allclose(out.numpy(), _oracle(hidden, weights, seen), atol=2e-5)
     assert (out[(seen < 0).all(1)] == 0).all()
@@ -80,9 +88,7 @@ def test_experts_that_lose_nothing_are_the_kernels_own_bits() -> None:
     ops.cpu_fused_moe(want, hidden, *PACKED, None, None, weights, ids, "silu", "vec")
     wide_ids = torch.cat([ids, torch.full((40, 3), -1, dtype=torch.int32)], 1)
     wide_weights = torch.cat([weights, torch.zeros(40, 3)], 1)
-    fused_experts(
-        got, hidden, *PACKED, None, None, wide_weights, wide_ids, None, "silu", "vec", False
-    )
+    run_pairs(_kernel, got, hidden, wide_weights, wide_ids, None)
     assert torch.equal(want, got)
 
 

@@ -120,7 +120,7 @@ def serving(log: Path, *flags: str, environ: dict[str, str] | None = None) -> It
     env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     command = [
         sys.executable, "-m", "paceline", "serve", "demo", *flags, "--port", str(port),
-        "--host", "127.0.0.1", "--api-key", KEY, "--enforce-eager",
+        "--host", "127.0.0.1", "--api-key", KEY,
         "--worker-extension-cls", "kernel_rows.RowCounter",
     ]  # fmt: skip
     with log.open("wb") as out:
@@ -171,7 +171,11 @@ def test_one_server(tmp_path: Path) -> None:
         tmp_path / "log", "--policy", "capacity_factor=1.0,min_expert_load=0", "--devices", "8",
         "--record", str(tmp_path / "trace"),
     ) as server:  # fmt: skip
-        assert "paceline caps 4 MoE layers" in server.log.read_text()
+        log = server.log.read_text()
+        assert "paceline: 4 MoE layers on 8 devices: capacity_factor=1.0" in log
+        assert "Experts: one row per kept slot" in log
+        assert "paceline: change it at /paceline/policy" in log
+        assert "enforce_eager=True" in log  # the embedded model is small
         assert "prefix caching is off" in server.log.read_text()
         body = {"policy": "mode=observe"}
         assert server.call("GET", "/paceline/policy", key="wrong")[0] == 401
@@ -237,6 +241,33 @@ def test_one_server(tmp_path: Path) -> None:
         assert [labels for labels, value in info.items() if value == 1] == [
             ("policy=capacity_factor=0.3,min_expert_load=0.0,mode=shadow",)
         ]
+
+
+def test_the_steps_of_the_page(tmp_path: Path) -> None:
+    """From a stock server to a capped one, with the commands and bodies of docs/vllm.md."""
+    page = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text(encoding="utf-8")
+    steps = page.split("## From a stock server")[1].split("```")[1]
+    (command,) = re.findall(r"^paceline (serve .*)$", steps, re.MULTILINE)
+    assert command.split()[:2] == ["serve", "./my-moe"]
+    assert set(command.split()[2:]) == {"--port", "8000"}  # so the server gets no further option
+    shadow, cap = (json.loads(body) for body in re.findall(r"-d '(.*)'", steps))
+    with serving(tmp_path / "log") as server:
+        assert re.search(r"enable_prefix_caching=True", server.log.read_text())
+        off = server.complete_all(6)
+        assert any(name == "paceline_device_peak_to_mean" for name in server.samples())
+        status, answer = server.call("POST", "/paceline/policy", shadow)
+        assert status == 200
+        assert json.loads(answer)["note"] is None
+        status, answer = server.call("POST", "/paceline/policy", cap)
+        assert status == 200, answer
+        found = json.loads(answer)
+        assert found["enforced"]
+        assert found["fields"]["pool"] == "request"
+        assert "every request has a budget of its own" in found["note"]
+        server.policy("POST", cap["policy"].replace("1.25", "0.4") + ",min_expert_load=0")
+        assert not same(server.complete_all(6), off)
+        assert server.policy("DELETE")["off"]
+        assert same(server.complete_all(6), off)
 
 
 @pytest.mark.long

@@ -15,6 +15,7 @@ from paceline.engines.scoring import RULES, rule_named
 from paceline.engines.sharing import shares_budget, warn_of_sharing
 from paceline.engines.vllm.accelerator import DeviceCap
 from paceline.engines.vllm.cpu_experts import ExpertCost
+from paceline.engines.vllm.environment import FORM, FORMS
 from paceline.engines.vllm.routers import widen
 from paceline.engines.vllm.stand_ins import StandIns
 from paceline.engines.vllm.tokens import Batch, current_batch, padding_of_forward
@@ -61,6 +62,7 @@ class CappedLayer:
         prompt_lengths: (number of requests) -> [requests] int64 prompt tokens of the running
             forward's requests.
         cost: of experts that may compute dropped rows if that is quicker; None: they never may.
+        computes: True if experts compute every dropped row with weight 0.
 
     Attributes:
         stand_ins: of dropped assignments, None without a calibration.
@@ -77,6 +79,7 @@ class CappedLayer:
         ranks: Ranks,
         prompt_lengths: Callable[[int], Tensor],
         cost: ExpertCost | None = None,
+        computes: bool = False,
     ) -> None:
         router = runner.router
         self.name: str = runner.layer_name
@@ -85,6 +88,7 @@ class CappedLayer:
         self.slots: int = router.paceline_slots
         self.index = index
         self.ranks, self.cost, self.dropped_computed = ranks, cost, 0
+        self._computes = computes
         self.units = placement or ExpertPlacement.per_expert(self.num_experts)
         self.loads = LoadAccumulator(self.name, self.units, self.k, "cpu")
         self._router, self._prompt_lengths = router, prompt_lengths
@@ -133,6 +137,11 @@ class CappedLayer:
             ValueError: naming the field, the layer and what is allowed.
         """
         check_policy(policy, self.traits())
+        if self._computes and policy.expand is not None:
+            raise ValueError(
+                f"expand={policy.expand} is not allowed with {FORM}={FORMS[1]}: an extra takes the "
+                "place of a dropped slot, which is computed."
+            )
         if self.on_device is not None:
             self.on_device.check(policy)
 
@@ -182,9 +191,10 @@ class CappedLayer:
         if policy.compensate and self.stand_ins is not None:
             self.stand_ins.expect(ids, chosen_weights, dropped)
         weights.masked_fill_(dropped, 0)
-        if self.cost is not None:
+        if self._computes or self.cost is not None:
             count = int(np.count_nonzero(dropped.numpy()))
-            if not self.cost.skipping_pays(count, batch.tokens * self.k):
+            pays = self.cost is not None and self.cost.skipping_pays(count, batch.tokens * self.k)
+            if self._computes or not pays:
                 self.dropped_computed += count if self.ranks.counts else 0
                 return
         ids.masked_fill_(dropped, DROPPED)

@@ -17,7 +17,14 @@ from paceline.engines.rules import with_default_pool
 from paceline.engines.sharing import shares_budget, warn_of_shared_cache
 from paceline.engines.vllm.accelerator import DeviceCap
 from paceline.engines.vllm.capped_layer import CappedLayer, Ranks, Watcher
-from paceline.engines.vllm.environment import ACCEPT_SHARED_BUDGET, CALIBRATION, Settings
+from paceline.engines.vllm.cpu_experts import TrialFailed, patch_experts, try_experts
+from paceline.engines.vllm.environment import (
+    ACCEPT_SHARED_BUDGET,
+    CALIBRATION,
+    FORM,
+    FORMS,
+    Settings,
+)
 from paceline.engines.vllm.runners import cost_of, moe_runners, placement_of, slots_for
 from paceline.engines.vllm.stand_ins import load_stand_ins
 from paceline.facts import NO_FACTS, Facts
@@ -26,6 +33,11 @@ from paceline.routing import RoutingInputs, route
 from paceline.routing.layer_stats import LayerStats
 
 logger = logging.getLogger("vllm.paceline")
+
+OWN_BUDGETS = (
+    "pool=request: with prefix caching on, every request has a budget of its own, so that no batch "
+    "changes what others read from the cache"
+)
 
 MUCH = 0.15
 """If more than this share must be dropped to save time, a warning says so."""
@@ -59,6 +71,8 @@ class CappedModel:
                 replicates=True,
             )
         self.layers = [self._capped_layer(runner, index) for index, runner in enumerate(runners)]
+        self.kernels = self._try_kernels(runners)
+        self.note: str | None = None
         self._load_stand_ins(runners)
         self.layers[0].warns = not self.accepted and rank == 0
         self.set_policies(self._start_policies())
@@ -66,12 +80,10 @@ class CappedModel:
             runner.router.paceline_layer = layer
             if current_platform.is_cpu():
                 kernel = runner.routed_experts.quant_method.moe_kernel.fused_experts
-                kernel.paceline_layer, kernel.paceline_name = layer, runner.layer_name
+                kernel.paceline_layer = layer
         self._warm_up()
-        logger.info(
-            "paceline caps %d MoE layers of this worker with %s, on %d devices",
-            len(self.layers), self.layers[0].policy, self.layers[0].units.num_devices,
-        )  # fmt: skip
+        if rank == 0:
+            self._say_what_is_capped()
         if rank == 0 and any(policy.caps for policy in settings.policies):
             self._warn_if_little_is_saved()
             if config.cache_config.enable_prefix_caching and not self.accepted:
@@ -86,8 +98,13 @@ class CappedModel:
         Raises:
             ValueError: as `check_policies` does.
         """
-        for layer, policy in zip(self.layers, self.check_policies(policies), strict=True):
+        checked = self.check_policies(policies)
+        for layer, policy in zip(self.layers, checked, strict=True):
             layer.set_policy(policy)
+        pools = [(a.pool, b.pool) for a, b in zip(policies, checked, strict=True) if a and b]
+        self.note = OWN_BUDGETS if any(new == "request" != old for old, new in pools) else None
+        if self.note is not None and self.rank == 0:
+            logger.info("paceline: %s", self.note)
 
     def check_policies(
         self, policies: Sequence[CapacityPolicy | None]
@@ -103,7 +120,10 @@ class CappedModel:
                 f"{len(policies)}."
             )
         several = self.layers[0].ranks.data_ranks > 1
-        checked = [p and with_default_pool(p, own_batches=several) for p in policies]
+        # on an accelerator a captured graph knows no requests
+        shared = self._config.cache_config.enable_prefix_caching and not self.accepted
+        shared = shared and self.layers[0].on_device is None
+        checked = [p and with_default_pool(p, several, shared) for p in policies]
         check_settings(self._config, [p for p in checked if p is not None], self.accepted)
         for layer, policy in zip(self.layers, checked, strict=True):
             if policy is not None:
@@ -192,6 +212,8 @@ class CappedModel:
             "fields": None if one is None else json.loads(one.to_json()),
             "policies": None if one is not None else [p and str(p) for p in policies],
             "min_expert_load": stats[0].min_expert_load,
+            "note": self.note,
+            "kernels": self.kernels,
             "forwards": max(layer.forwards for layer in stats),
             "capped_forwards": max(layer.capped_forwards for layer in stats),
             "assignments": sum(layer.assignments for layer in stats),
@@ -221,7 +243,15 @@ class CappedModel:
             counts=manager.ep_size > 1 or parallel.tp_rank == 0,
         )
         placement = placement_of(runner, index, self._settings)
-        layer = CappedLayer(runner, index, placement, ranks, self._prompt_lengths, cost_of(runner))
+        computes = self._settings.form == FORMS[1]
+        if computes and ranks.expert_ranks > 1:
+            raise ValueError(
+                f"{FORM}={FORMS[1]} is not allowed under expert parallelism, where the kernel must "
+                "leave out experts of other ranks anyway."
+            )
+        layer = CappedLayer(
+            runner, index, placement, ranks, self._prompt_lengths, cost_of(runner), computes
+        )
         if not current_platform.is_cpu():
             policies = self._settings.policies
             layer.on_device = DeviceCap(
@@ -233,6 +263,37 @@ class CappedModel:
                 Fraction(1, ranks.data_ranks),
             )
         return layer
+
+    def _try_kernels(self, runners: list[Any]) -> dict[str, str]:
+        """Return how each kind of experts leaves dropped slots out, tried on a CPU.
+
+        Raises:
+            ValueError: naming a layer whose experts can't.
+        """
+        found: dict[str, str] = {}
+        tried = set()
+        for runner, layer in zip(runners, self.layers, strict=True):
+            routed = runner.routed_experts
+            kernel = routed.quant_method.moe_kernel.fused_experts
+            name, form = type(kernel).__name__, "dropped slots are marked -1, which it skips"
+            if current_platform.is_cpu():
+                patch_experts(kernel, routed, None, runner.layer_name)
+                kind = (type(kernel), routed.w13_weight.dtype, routed.w13_weight.shape)
+                form = "dropped slots are computed with weight 0"
+                if self._settings.form == FORMS[0]:
+                    form = "one row per kept slot"
+                    if kind not in tried:
+                        _try(kernel, routed, runner.layer_name, layer.k)
+                tried.add(kind)
+            found[name] = form
+        return found
+
+    def _say_what_is_capped(self) -> None:
+        devices, text = self.layers[0].units.num_devices, self.policy_text()
+        logger.info("paceline: %d MoE layers on %d devices: %s", len(self.layers), devices, text)
+        kernels = "; ".join(f"{name}: {form}" for name, form in self.kernels.items())
+        logger.info("paceline: %s", kernels)
+        logger.info("paceline: change it at /paceline/policy (GET, POST, DELETE); see /metrics")
 
     def _load_stand_ins(self, runners: list[Any]) -> None:
         folder = self._settings.calibration_folder
@@ -283,6 +344,17 @@ class CappedModel:
                 "mode=shadow or observe counts without changing them.",
                 small.hidden, small.width, 100 * small.share_that_pays,
             )  # fmt: skip
+
+
+def _try(kernel: Any, routed: Any, name: str, k: int) -> None:
+    try:
+        try_experts(kernel, routed, k)
+    except TrialFailed as error:
+        raise ValueError(
+            f"layer {name} is out of the cap's reach: tried with one row per kept slot, "
+            f"{type(kernel).__name__} failed ({error}). {FORM}={FORMS[1]} computes dropped slots "
+            "with weight 0, which saves nothing."
+        ) from error
 
 
 def check_settings(config: Any, policies: Sequence[CapacityPolicy], accepted: bool) -> None:

@@ -29,6 +29,16 @@ from paceline.engines.vllm.environment import (
 from paceline.shipped import DEMO, MODEL_FOLDER
 
 CONTROL = "paceline.engines.vllm.control.PolicyControl"
+COMPILATION = (
+    *("--enforce-eager", "--no-enforce-eager", "--compilation-config", "--optimization-level"),
+    *("-O", "-cc"),
+)
+"""Flags that say whether vLLM compiles the model."""
+CACHE_SIZE = "--kv-cache-memory-bytes", "--gpu-memory-utilization", "--num-gpu-blocks-override"
+CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+"""Flags and variable that say how much memory keys and values get."""
+DEMO_CACHE = 1 << 28
+"""Bytes of keys and values of the embedded model: 43,000 tokens."""
 PREFIX_CACHING, NO_PREFIX_CACHING = "--enable-prefix-caching", "--no-enable-prefix-caching"
 
 
@@ -97,7 +107,8 @@ def vllm_flags(model: str, extra: Sequence[str], environ: Mapping[str, str]) -> 
     >>> vllm_flags("m", ["--port", "1"], {"PACELINE_POLICY": "mode=observe"})[:4]
     ['serve', 'm', '--port', '1']
     """
-    settings = read_settings({**os.environ, **environ})
+    environ = {**os.environ, **environ}
+    settings = read_settings(environ)
     flags = ["serve", model, *extra]
     if _is_demo(model):
         for name, value in (
@@ -105,11 +116,21 @@ def vllm_flags(model: str, extra: Sequence[str], environ: Mapping[str, str]) -> 
         ):  # fmt: skip
             if not _has_flag(extra, name):
                 flags += [name, value]
+        if not any(_has_flag(extra, name) or name in _short(extra) for name in COMPILATION):
+            flags.append("--enforce-eager")  # to compile takes longer than most try it
+        if not any(_has_flag(extra, name) for name in CACHE_SIZE) and CACHE_VARIABLE not in environ:
+            # vLLM takes most of the memory otherwise, and needs a minute to fill it with zeros
+            flags += [CACHE_SIZE[0], str(DEMO_CACHE)]
     shared = settings is not None and any(map(shares_budget, settings.policies))
     caching = _has_flag(extra, PREFIX_CACHING) or _has_flag(extra, NO_PREFIX_CACHING)
     if shared and settings is not None and not settings.accept_shared_budget and not caching:
         flags.append(NO_PREFIX_CACHING)
     return [*flags, "--middleware", CONTROL]
+
+
+def _short(flags: Sequence[str]) -> set[str]:
+    """Return flags as -O and -cc are written, also with a value or a field behind them."""
+    return {known for known in ("-O", "-cc") for flag in flags if flag.startswith(known)}
 
 
 def _is_demo(model: str) -> bool:

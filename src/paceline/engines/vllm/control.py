@@ -68,6 +68,7 @@ class PolicyState(BaseModel):
     min_expert_load: float | None = Field(
         description="Mean rows per expert below which nothing is capped."
     )
+    note: str | None = Field(description="Sentence on what was added to the policy, if anything.")
 
 
 class WorkerState(PolicyState):
@@ -83,6 +84,7 @@ class WorkerState(PolicyState):
     assignments: int
     dropped: int
     dropped_computed: int = Field(description="Dropped, but computed with weight 0.")
+    kernels: dict[str, str] = Field(description="How experts leave dropped slots out, by class.")
     by_layer: list[LayerCounts]
 
 

@@ -1,18 +1,24 @@
 """vLLM's CPU experts on the kept (token, expert) pairs alone, so that a dropped pair costs no row.
 
-The kernel cannot skip an id: neither a dropped slot nor, under expert parallelism, an expert of
-another rank may reach it. If every slot stays, the kernel is called as vLLM calls it. Otherwise it
-gets one row per kept pair: inputs are gathered, and the outputs of a token's pairs are summed. Per
-pair that takes about as long as a fixed number of columns of an expert's width, whatever the hidden
-size, since both grow with it. So it saves time only if enough pairs are dropped.
+No kernel for CPUs can skip an id: neither a dropped slot nor, under expert parallelism, an expert
+of another rank may reach it. If every slot stays, the kernel is called as vLLM calls it. Otherwise
+it gets one row per kept pair: inputs are gathered, and the outputs of a token's pairs are summed.
+That holds for every kernel that takes any number of rows with any k, whatever its weights are
+quantised to; `try_experts` tries it at the start. Per pair it takes about as long as a fixed number
+of columns of an expert's width, whatever the hidden size, since both grow with it. So it saves time
+only if enough pairs are dropped.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.utils.torch_utils import _encode_layer_name
 
 PAIR_COST = {"amx": 200, "vec": 64}
 """Kernel -> columns of an expert's width that take as long as to gather a pair and to add it up.
@@ -71,40 +77,115 @@ class ExpertCost:
 _scratch: dict[tuple[str, torch.dtype], Tensor] = {}
 
 
-def fused_experts(
+# -- patch -----------------------------------------------------------------------------------------
+
+
+def patch_experts(kernel: Any, routed: Any, layer: Any, name: str) -> None:
+    """Let a layer's experts leave out dropped slots; those of its class elsewhere stay as they are.
+
+    Args:
+        kernel: the layer's FusedMoEExpertsModular.
+        routed: the layer's RoutedExperts.
+        layer: its `CappedLayer`, None while the kernel is tried.
+        name: of the layer.
+    """
+    owner: Any = next(cls for cls in type(kernel).__mro__ if "apply" in vars(cls))
+    if not hasattr(owner.apply, "paceline_stock"):
+        owner.apply = _patched(owner.apply)
+    empty = torch.empty(0)
+    kernel.paceline_layer, kernel.paceline_name = layer, name
+    kernel.paceline_arguments = {  # as `FusedMoEKernelModularImpl` gives them on a CPU
+        "activation": routed.activation,
+        "global_num_experts": routed.global_num_experts,
+        "a1q_scale": None,
+        "a2_scale": kernel.a2_scale,
+        "workspace13": empty,
+        "workspace2": empty,
+        "expert_tokens_meta": None,
+        "apply_router_weight_on_input": routed.apply_router_weight_on_input,
+    }
+
+
+def _patched(apply: Any) -> Any:
+    @wraps(apply)
+    def capped_apply(self: Any, **given: Any) -> None:
+        name = getattr(self, "paceline_name", None)
+        if name is None:  # a draft model's
+            apply(self, **given)
+            return
+        rows = {key: given.pop(key) for key in _ROWS}
+        if torch.compiler.is_compiling():
+            torch.ops.paceline_vllm.cpu_experts(**rows, layer=_encode_layer_name(name))
+            return
+        run_kept(self, given, **rows)
+
+    capped_apply.paceline_stock = apply  # type: ignore[attr-defined]
+    return capped_apply
+
+
+_ROWS = ("output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "expert_map")
+"""Arguments of `apply` that a compiled graph passes on; the others never change."""
+
+
+def _stock(kernel: Any) -> Any:
+    """Return `apply` of a patched kernel's class as vLLM has it."""
+    kind: Any = type(kernel)
+    return kind.apply.paceline_stock
+
+
+def run_kept(
+    kernel: Any,
+    arguments: dict[str, Any],
+    output: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+) -> None:
+    """Run patched experts on the kept pairs, and add the stand-ins of the dropped ones.
+
+    Args:
+        kernel: with `paceline_layer`.
+        arguments: further ones of its `apply`.
+        output: [tokens, hidden], written to; exact zeros for a token without kept pairs.
+        hidden_states: [tokens, hidden].
+        w1, w2: weights of the local experts, in the kernel's form.
+        topk_weights: [tokens, slots] float32.
+        topk_ids: [tokens, slots] int32 experts; negative: dropped.
+        expert_map: [experts] int32 local id of each expert, negative for another rank's; None:
+            all are local.
+    """
+    stock = _stock(kernel)
+
+    def experts(output: Tensor, hidden: Tensor, weights: Tensor, ids: Tensor) -> None:
+        stock(
+            kernel, output=output, hidden_states=hidden, w1=w1, w2=w2,
+            topk_weights=weights.contiguous(), topk_ids=ids.contiguous(), expert_map=None,
+            **arguments,
+        )  # fmt: skip
+
+    run_pairs(experts, output, hidden_states, topk_weights, topk_ids, expert_map)
+    layer = kernel.paceline_layer
+    if layer is not None and layer.stand_ins is not None:
+        layer.stand_ins.add(output, hidden_states)
+
+
+def run_pairs(
+    experts: Callable[[Tensor, Tensor, Tensor, Tensor], None],
     output: Tensor,
     hidden: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    w13_bias: Tensor | None,
-    w2_bias: Tensor | None,
     weights: Tensor,
     ids: Tensor,
     expert_map: Tensor | None,
-    activation: str,
-    isa: str,
-    weighs_inputs: bool,
 ) -> None:
-    """Write the experts' weighted sums to `output`, exact zeros for a token without kept pairs.
+    """Run experts on one row per kept pair, or as vLLM does if every slot stays.
 
     Args:
-        output: [tokens, hidden].
-        hidden: [tokens, hidden].
-        w13, w2, w13_bias, w2_bias: weights of the local experts, packed for the kernel.
-        weights: [tokens, slots] float32.
-        ids: [tokens, slots] int32 experts; negative: dropped.
-        expert_map: [experts] int32 local id of each expert, negative for another rank's; None:
-            all are local.
-        activation, isa: names for the kernel.
-        weighs_inputs: True if the inputs are multiplied by the weights already.
+        experts: called with output, hidden, weights and local ids, none of them negative.
+        output, hidden, weights, ids, expert_map: as in `run_kept`.
     """
-
-    def kernel(output: Tensor, hidden: Tensor, weights: Tensor, ids: Tensor) -> None:
-        torch.ops._C.cpu_fused_moe(
-            output, hidden, w13, w2, w13_bias, w2_bias, weights.contiguous(), ids.contiguous(),
-            weighs_inputs, activation, isa,
-        )  # fmt: skip
-
     if expert_map is not None:
         # a dropped slot looks up expert 0, and stays dropped
         local = expert_map[ids.clamp(min=0)].to(ids.dtype)
@@ -119,7 +200,7 @@ def fused_experts(
                 ids, weights, kept = ids[:, :used], weights[:, :used], kept[:, :used]
                 whole = kept.all()
     if whole:
-        kernel(output, hidden, weights, ids)
+        experts(output, hidden, weights, ids)
         return
     index = torch.from_numpy(kept.ravel().nonzero()[0])
     rows, pairs = hidden.shape[0], len(index)
@@ -131,7 +212,7 @@ def fused_experts(
     torch.index_select(hidden, 0, token, out=inputs)
     results = _buffer("results", (pairs, output.shape[1]), output)
     weights, ids = weights.reshape(-1)[index].unsqueeze(1), ids.reshape(-1)[index].unsqueeze(1)
-    kernel(results, inputs, weights, ids)
+    experts(results, inputs, weights, ids)
     starts = torch.zeros(rows, dtype=torch.int64)
     starts[1:] = torch.from_numpy(kept.sum(1)).cumsum(0)[:-1]
     summed = torch.nn.functional.embedding_bag(torch.arange(pairs), results, starts, mode="sum")
@@ -146,3 +227,59 @@ def _buffer(name: str, shape: tuple[int, int], like: Tensor) -> Tensor:
         with torch.inference_mode(False):  # so that it can be written to outside of it too
             held = _scratch[name, like.dtype] = torch.empty(size, dtype=like.dtype)
     return held[:size].view(shape)
+
+
+# -- trial -----------------------------------------------------------------------------------------
+
+
+class TrialFailed(ValueError):
+    """Experts that don't compute the kept pairs alone when they get one row per pair."""
+
+
+def try_experts(kernel: Any, routed: Any, k: int) -> None:
+    """Compare a layer's own experts on the kept pairs with all pairs, dropped ones at weight 0.
+
+    Random rows, of which one keeps nothing and one everything; memory that isn't written is NaN.
+
+    Args:
+        kernel: patched by `patch_experts`.
+        routed: the layer's RoutedExperts.
+        k: experts per token.
+
+    Raises:
+        TrialFailed: saying what came.
+    """
+    dtype, rng = kernel.moe_config.in_dtype, torch.Generator().manual_seed(0)
+    hidden = torch.randn(_TRIED, kernel.moe_config.hidden_dim, generator=rng).to(dtype)
+    here = torch.arange(routed.global_num_experts)
+    local = here
+    if routed.expert_map is not None:
+        here = (routed.expert_map >= 0).nonzero().flatten()
+        local = routed.expert_map[here]
+    chosen = torch.rand(_TRIED, len(here), generator=rng).topk(min(k, len(here))).indices
+    weights = torch.rand(chosen.shape, generator=rng)
+    dropped = torch.rand(chosen.shape, generator=rng) < 0.4
+    dropped[0], dropped[1] = True, False
+    arguments = {"w1": routed.w13_weight, "w2": routed.w2_weight}
+    weights = weights.masked_fill(dropped, 0)
+    wanted, got = torch.full((2, *hidden.shape), torch.nan, dtype=dtype)
+    try:
+        _stock(kernel)(
+            kernel, output=wanted, hidden_states=hidden.clone(), topk_weights=weights.clone(),
+            topk_ids=local[chosen].int(), expert_map=None, **arguments, **kernel.paceline_arguments,
+        )  # fmt: skip
+        run_kept(
+            kernel, kernel.paceline_arguments, got, hidden.clone(), topk_weights=weights,
+            topk_ids=here[chosen].int().masked_fill(dropped, -1), expert_map=routed.expert_map,
+            **arguments,
+        )  # fmt: skip
+    except Exception as raised:  # whatever a kernel raises is an answer
+        why = f"{type(raised).__name__}: {str(raised).strip() or 'no reason'}"
+        raise TrialFailed(why) from raised
+    error = float((got.double() - wanted.double()).abs().max())
+    most = _ROUNDINGS * torch.finfo(dtype).eps * float(wanted.double().abs().max())
+    if not error <= most:  # NaN too
+        raise TrialFailed(f"outputs differ by {error:.2g} where rounding explains {most:.2g}")
+
+
+_TRIED, _ROUNDINGS = 24, 8

@@ -17,6 +17,9 @@ CALIBRATION = "PACELINE_CALIBRATION"
 RECORD, RECORD_CONTENT = "PACELINE_RECORD", "PACELINE_RECORD_CONTENT"
 CONTENTS = get_args(Content)
 ACCEPT_SHARED_BUDGET = "PACELINE_ACCEPT_SHARED_BUDGET"
+FORM, FORMS = "PACELINE_FORM", ("kept_rows", "weight_zero")
+"""Variable and values: how the experts of a CPU leave dropped slots out; unset: the first that was
+tried with success."""
 OBSERVE = "mode=observe"
 """The policy that counts loads and does nothing else."""
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
@@ -36,6 +39,7 @@ class Settings:
         record: new folder for a trace; if several ranks record, each adds its number.
         record_content: counts, choices or scores.
         calibration: folder of a calibration; takes precedence over that of the plan.
+        form: of `FORMS`; weight_zero saves nothing, and is used only if it is asked for.
     """
 
     policy: CapacityPolicy | None = None
@@ -45,6 +49,7 @@ class Settings:
     record: Path | None = None
     record_content: Content = "counts"
     calibration: Path | None = None
+    form: str = FORMS[0]
 
     @property
     def policies(self) -> tuple[CapacityPolicy, ...]:
@@ -74,10 +79,12 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings | None:
     >>> read_settings({"PACELINE_POLICY": "capacity_factor=1.25", "PACELINE_DEVICES": "8"}).devices
     8
     """
-    names = (POLICY, PLAN, DEVICES, CALIBRATION, RECORD, RECORD_CONTENT, ACCEPT_SHARED_BUDGET)
-    policy, plan, devices, calibration, record, content, accept = (
+    names = (POLICY, PLAN, DEVICES, CALIBRATION, RECORD, RECORD_CONTENT, ACCEPT_SHARED_BUDGET, FORM)
+    policy, plan, devices, calibration, record, content, accept, form = (
         environ.get(name, "").strip() for name in names
     )
+    if form and form not in FORMS:
+        raise ValueError(f"{FORM} must be {' or '.join(FORMS)}, got {form}.")
     if content and content not in CONTENTS:
         raise ValueError(f"{RECORD_CONTENT} must be {', '.join(CONTENTS)}, got {content}.")
     if content and not record:
@@ -98,6 +105,7 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings | None:
         record=Path(record).absolute() if record else None,
         record_content=cast(Content, content or "counts"),
         calibration=Path(calibration).absolute() if calibration else None,
+        form=form or FORMS[0],
     )
     if not settings.policies:
         raise ValueError(f"{PLAN}={plan} must name a policy, or {POLICY} must be set.")

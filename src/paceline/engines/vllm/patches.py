@@ -14,16 +14,14 @@ from vllm.config import VllmConfig
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.model_executor.layers.fused_moe import layer as moe_layer
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.platforms import current_platform
 from vllm.triton_utils import dispatcher
-from vllm.utils.torch_utils import _encode_layer_name
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import WorkerBase
 
-from paceline.engines.vllm import cpu_experts, stand_ins
+from paceline.engines.vllm import stand_ins
 from paceline.engines.vllm.capped_model import CappedModel
 from paceline.engines.vllm.environment import read_settings
 from paceline.engines.vllm.metrics import publisher_for
@@ -48,13 +46,10 @@ def install() -> bool:
     if current_platform.is_cpu():
         _fix_cpu_build()
         stand_ins.keep_fingerprints()
-    # None: experts of a layer that isn't capped; set by `CappedModel`
-    CPUUnquantizedExperts.paceline_layer, CPUUnquantizedExperts.paceline_name = None, ""
-    CPUUnquantizedExperts.apply = _cpu_apply(CPUUnquantizedExperts.apply)
     return True
 
 
-# -- routers and experts ---------------------------------------------------------------------------
+# -- routers ---------------------------------------------------------------------------------------
 
 
 def _patch_routers() -> None:
@@ -94,30 +89,6 @@ def _marked(compute_hash: Any) -> Any:
     return marked
 
 
-def _cpu_apply(apply: Any) -> Any:
-    @wraps(apply)
-    def capped_apply(self: Any, **given: Any) -> None:
-        if self._use_zentorch:
-            apply(self, **given)
-            return
-        arguments = (
-            given["output"], given["hidden_states"], given["w1"], given["w2"],
-            self.w1_bias, self.w2_bias, given["topk_weights"], given["topk_ids"],
-            given["expert_map"], given["activation"].value, self.isa,
-            given["apply_router_weight_on_input"],
-        )  # fmt: skip
-        if torch.compiler.is_compiling():
-            name = _encode_layer_name(self.paceline_name)
-            torch.ops.paceline_vllm.cpu_experts(*arguments, name)
-            return
-        cpu_experts.fused_experts(*arguments)
-        layer = self.paceline_layer
-        if layer is not None and layer.stand_ins is not None:
-            layer.stand_ins.add(given["output"], given["hidden_states"])
-
-    return capped_apply
-
-
 # -- workers ---------------------------------------------------------------------------------------
 
 
@@ -135,11 +106,14 @@ def _patch_workers() -> None:
             return
         parallel = self.parallel_config
         rank = int(parallel.data_parallel_index * parallel.world_size + self.rank)  # of all workers
-        self.paceline = CappedModel(self.model_runner, self.vllm_config, settings, rank)
-        self.paceline_publisher = publisher_for(self.paceline)
-        self.paceline_recording = recording_for(
-            self.paceline, settings, self.model_config.model, parallel, self.rank
-        )
+        try:
+            self.paceline = CappedModel(self.model_runner, self.vllm_config, settings, rank)
+            self.paceline_publisher = publisher_for(self.paceline)
+            self.paceline_recording = recording_for(
+                self.paceline, settings, self.model_config.model, parallel, self.rank
+            )
+        except ValueError as error:  # vLLM's log doesn't say who raised it
+            raise ValueError(f"paceline: {error}") from error
 
     @wraps(warm_up)
     def compile_or_warm_up_model(self: Any) -> Any:

@@ -86,13 +86,16 @@ def register() -> None:
     """
     from paceline.engines.vllm.environment import read_settings
 
-    if read_settings() is None:
-        return
-    found = check_version()
+    try:
+        if read_settings() is None:
+            return
+        found = check_version()
+    except (ValueError, UnsupportedVllm) as error:  # vLLM's log doesn't say who raised it
+        raise type(error)(f"paceline: {error}") from error
     from paceline.engines.vllm import patches
 
     if patches.install():
-        logging.getLogger("vllm.paceline").info("paceline in %s", found)
+        logging.getLogger("vllm.paceline").info("paceline: in %s", found)
 
 
 def installed() -> tuple[str, str]:

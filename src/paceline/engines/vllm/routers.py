@@ -20,7 +20,7 @@ from vllm.utils.torch_utils import (
     direct_register_custom_op,
 )
 
-from paceline.engines.vllm import cpu_experts
+from paceline.engines.vllm.cpu_experts import run_kept
 
 LIBRARY = Library("paceline_vllm", "FRAGMENT")  # type: ignore[no-untyped-call]
 
@@ -134,24 +134,18 @@ def _expand_fake(
 
 def _cpu_experts(
     output: Tensor,
-    hidden: Tensor,
-    w13: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
     w2: Tensor,
-    w13_bias: Tensor | None,
-    w2_bias: Tensor | None,
-    weights: Tensor,
-    ids: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
     expert_map: Tensor | None,
-    activation: str,
-    isa: str,
-    weighs_inputs: bool,
     layer: LayerNameType,
 ) -> None:
-    cpu_experts.fused_experts(output, hidden, w13, w2, w13_bias, w2_bias, weights, ids,
-                              expert_map, activation, isa, weighs_inputs)  # fmt: skip
-    capped = _layer_of(layer)
-    if capped is not None and capped.stand_ins is not None:
-        capped.stand_ins.add(output, hidden)
+    runner = get_forward_context().no_compile_layers[_resolve_layer_name(layer)]
+    kernel = runner.routed_experts.quant_method.moe_kernel.fused_experts
+    run_kept(kernel, kernel.paceline_arguments, output, hidden_states, w1, w2,
+             topk_weights, topk_ids, expert_map)  # fmt: skip
 
 
 def _return_nothing(*args: Any) -> None:

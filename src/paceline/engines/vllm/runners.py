@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsModular
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.platforms import current_platform
 
@@ -69,9 +69,9 @@ def out_of_reach(runner: Any) -> str | None:
     experts = None if kernel is None else kernel.fused_experts
     if not current_platform.is_cpu():
         return _dropped_slots_cost(experts, runner.moe_config)
-    if not isinstance(experts, CPUUnquantizedExperts) or experts._use_zentorch:
-        return f"{type(experts).__name__} can't skip dropped slots"
-    return None
+    if not isinstance(experts, FusedMoEExpertsModular):
+        return f"its experts, {type(experts).__name__}, are no modular kernel of vLLM's"
+    return None  # `try_experts` decides
 
 
 def _dropped_slots_cost(experts: Any, config: Any) -> str | None:
@@ -99,7 +99,8 @@ def cost_of(runner: Any) -> ExpertCost | None:
     if not current_platform.is_cpu() or config.ep_size > 1 or routed.apply_router_weight_on_input:
         return None
     kernel = routed.quant_method.moe_kernel.fused_experts
-    return ExpertCost(config.hidden_dim, config.intermediate_size_per_partition, kernel.isa)
+    isa = getattr(kernel, "isa", "vec")
+    return ExpertCost(config.hidden_dim, config.intermediate_size_per_partition, isa)
 
 
 def placement_of(runner: Any, index: int, settings: Settings) -> ExpertPlacement | None:
