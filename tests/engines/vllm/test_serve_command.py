@@ -13,7 +13,8 @@ from paceline.cli.app import app
 from paceline.engines.vllm import command
 
 
-def test_serve_passes_flags_on(tmp_path: Path) -> None:
+def test_serve_passes_flags_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(command.CACHE_VARIABLE, raising=False)
     shared = {"PACELINE_POLICY": "capacity_factor=1.25"}
     flags = command.vllm_flags("m", ["--port", "1", "-tp", "2"], shared)
     assert flags[:6] == ["serve", "m", "--port", "1", "-tp", "2"]
