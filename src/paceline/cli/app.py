@@ -24,7 +24,7 @@ FORMER = {
     "simulate": "paceline loads --policy",
     "report": "paceline loads --html",
     "place": "paceline plan --place-only",
-    "calibrate": "paceline tune",
+    "calibrate": "paceline tune --only stand-ins",
     "factors": "paceline tune --only factors",
     "sweep": "paceline eval --grid",
     "lm-eval": "python -m paceline.lm_eval",

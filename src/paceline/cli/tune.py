@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import shutil
 from collections.abc import Mapping
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,11 +21,23 @@ from paceline.cli.output import (
     guarded,
     print_end,
     print_lines,
-    print_table,
     progress,
     writing,
 )
-from paceline.cli.sources import load, plan_from_options, read_texts, with_devices
+from paceline.cli.sources import folder_of, load, plan_from_options, read_texts, with_devices
+from paceline.cli.tune_ladder import (
+    LADDER,
+    PAGE,
+    PLAN,
+    choose_factors,
+    climb,
+    machine_of,
+    next_commands,
+    read_loss,
+    show_factors,
+    show_ladder,
+)
+from paceline.shipped import DEMO
 
 if TYPE_CHECKING:
     from paceline.calibration.collect import Unfinished
@@ -32,8 +45,6 @@ if TYPE_CHECKING:
     from paceline.policy import CapacityPolicy
     from paceline.stand_ins.calibration_file import Calibration
 
-PLAN = "plan.toml"
-"""In the folder that is written: placements, policies by layer and the calibration's folder."""
 _FIT_TOKENS, _FACTOR_TOKENS = 65536, 16384
 
 
@@ -48,14 +59,19 @@ class Stage(str, Enum):
 def tune(
     model: options.Model,
     out: Annotated[
-        Path, typer.Option(help="Folder for calibration and plan, readable by you only.")
+        Path, typer.Option(help="Folder for plan, ladder and calibration, readable by you only.")
     ],
     text: options.Text = None,
     devices: options.Devices = None,
+    loss: Annotated[
+        str | None,
+        typer.Option(help="Perplexity that may be lost, such as 0.3%: take the tightest rung."),
+    ] = None,
     bound: Annotated[
         float | None,
-        typer.Option(help="Mean capacity factor over layers; also choose a factor per layer."),
+        typer.Option(help="Mean capacity factor over layers: this rung alone."),
     ] = None,
+    hardware: options.Hardware = None,
     policy: options.Policies = None,
     only: Annotated[Stage | None, typer.Option(help="Run one stage alone.")] = None,
     rank: Annotated[int, typer.Option(help="Rank of an expert's stand-in, at most.")] = 16,
@@ -76,43 +92,50 @@ def tune(
     force: options.Force = False,
     json: options.AsJson = False,
 ) -> None:
-    """Fit stand-ins for dropped experts, place experts, and choose a factor for every layer.
+    """Go from a model and your text to a plan that can be served, in one run.
 
-    Stand-ins serve policies with compensate=true. Give text like that which the model will see, in
-    several files: each --text is left out in turn, and the shares printed are of the text left out.
-    They are fitted for caps at the mean per device and per expert, or for each --policy. With
-    --devices a placement is searched too, and OUT/plan.toml names both. A run that was stopped goes
-    on where it was; a finished one is replaced by --force alone.
+    Splits every text: 60% to fit stand-ins for dropped experts and, with --devices, a placement;
+    15% to choose a capacity factor for every layer; 25% to judge a ladder of bounds on the busiest
+    device, from 2 times the mean to half of it. OUT gets plan.toml, ladder.json and ladder.html.
+    With --loss the plan holds the tightest rung that loses less, with a confidence of 95%; with
+    --bound that rung; with neither the knee. Where no rung pays, the plan places experts and caps
+    nothing. Give text like that which the model will see, of every kind, in several files.
 
-    With --bound every layer also gets a factor of its own: more room where a cap costs more. Each
-    layer is capped alone at seven factors; the factors are chosen whose mean, weighted by the work
-    of a layer, is at most the bound, and whose losses add up to least. OUT/plan.toml then holds a
-    policy per layer: --policy without its factor, compensated where stand-ins were fitted. Judge it
-    on other text with paceline eval --plan. --only factors fits nothing, and takes placements and
-    stand-ins from --plan and --calibration.
-
-    Texts are cut to 65536 tokens for the fit and 16384 for the factors, unless --tokens says so.
+    A run that was stopped goes on where it was; a finished one is replaced by --force alone.
+    --only stand-ins fits alone, on all of the texts: for caps at the mean per device and per
+    expert, or for each --policy. --only factors chooses factors for --bound on all of the texts,
+    with placements and stand-ins from --plan and --calibration. Texts are cut to 65536 tokens for
+    the fit, 16384 for the factors and 36864 to judge; --tokens changes the first, or that of the
+    stage which runs alone.
 
     \b
     Examples:
-      paceline tune demo --text prose --text german --out tuned
-      paceline tune ./my-moe --text a.txt --text b.txt --devices 8 --bound 0.75 --out mine
-      paceline tune demo --only factors --bound 0.75 --out factors
-      paceline tune ./my-moe --only factors --plan mine/plan.toml --bound 1 --text a.txt --out t
+      paceline tune demo --devices 8 --loss 0.3% --out tuned
+      paceline tune ./my-moe --text a.txt --text b.txt --devices 8 --hardware h100 --out mine
+      paceline tune demo --only stand-ins --text prose --text german --out fitted
+      paceline tune demo --only factors --bound 0.75 --text prose --out factors
     """
     fits = only is not Stage.factors
-    chooses = only is Stage.factors or (only is None and bound is not None)
+    allowed = read_loss(loss)
     _check(out, devices, memory_gib, trace)
-    writes_plan = chooses or devices is not None
+    _check_stage(only, loss=loss, hardware=hardware, bound=bound)
     if fits and (plan is not None or calibration is not None):
         raise ValueError("--plan and --calibration are for --only factors.")
 
     from paceline.batches import Sampling
     from paceline.calibration.collect import FOLDER, calibrate
     from paceline.calibration.rows import CAPS
+    from paceline.demo.assets import domains
+    from paceline.evaluation.ladder import split_texts
+    from paceline.evaluation.subject import BASELINE, STATE, Subject
+    from paceline.files import write_text
+    from paceline.plan import Plan
+    from paceline.reporting.pages import ladder_page
     from paceline.stand_ins.calibration_file import FILE, Calibration
 
-    earlier = [*([out / FILE] if fits else []), *([out / PLAN] if writes_plan else [])]
+    earlier = [out / FILE] if fits else []
+    if only is not Stage.stand_ins or devices is not None:
+        earlier.append(out / PLAN)
     if not fits or not (out / FOLDER).is_dir():  # else known once the model is loaded
         for path in earlier:
             check_new(force, out=path)
@@ -126,22 +149,26 @@ def tune(
         for path in earlier:
             check_new(force, out=path)
 
-    caps = _caps(policy or [], bound) if fits else []
-    base = _base(policy or [], bound) if chooses else None
+    caps = _caps(policy or []) if only is Stage.stand_ins else []
+    base = None if only is Stage.stand_ins else _base(policy or [], bound, only)
     places = None if fits else with_devices(plan_from_options(devices, None, plan))
-    texts = read_texts(text or [], model)
+    texts = read_texts(text or (domains() if model == DEMO else []), model)
+    machine = None if hardware is None else machine_of(hardware, folder_of(model))
     folder = None if places is None else calibration or places.calibration_folder()
     fitted = None if folder is None else Calibration.load(folder)
+    parts, spans = split_texts(texts) if only is None else ({"fit": texts}, {})
     network, tokenizer = load(model, dtype.value, trust_remote_code)
+    sampling = Sampling(
+        tokens or (_FIT_TOKENS if fits else _FACTOR_TOKENS), batch_size, sequence_length
+    )
     result: dict[str, Any] = {}
     with continued_by_same_command(), writing() as write:
         if fits:
-            sampling = Sampling(tokens or _FIT_TOKENS, batch_size, sequence_length)
             with progress() as tell:
                 fitted = fit = calibrate(
                     network,
                     tokenizer,
-                    texts,
+                    parts["fit"],
                     rank=rank,
                     devices=devices if trace is None else None,
                     caps=caps or CAPS,
@@ -154,21 +181,43 @@ def tune(
             places = placed = _placed(fit, trace, devices)
             done = write("out", out / FILE, lambda: fit.save(out))
             result = _fit_result(fit, out / FILE, None if devices is None else out / PLAN)
-            if devices is not None:
+            if devices is not None and only is not None:
                 write("out", out / PLAN, lambda: placed.save(out / PLAN))
             elif force and done:  # an earlier plan names the calibration that was replaced
                 (out / PLAN).unlink(missing_ok=True)
             folder = out
-        if base is not None and places is not None:
-            sampling = Sampling(tokens or _FACTOR_TOKENS, batch_size, sequence_length)
+        if only is None and places is not None and base is not None:
+            subject = Subject(
+                network, tokenizer, {BASELINE: None}, Plan(placements=places.placements), fitted
+            )
+            ladder, policies = climb(
+                subject, parts, sampling, base, bound=bound, loss=allowed, machine=machine, out=out
+            )
+            ladder.model, ladder.split = model, spans
+            ladder.tokens = {"fit": sum(fit.tokens), **ladder.tokens}
+            chosen = places.replace(
+                policies=policies, calibration=".", layers=ladder.subject.layers
+            )
+            files = {LADDER: ladder.to_json(), PAGE: ladder_page(ladder.to_dict())}
+            write("out", out / PLAN, lambda: _save(chosen, out))
+            for name, content in files.items():
+                write("out", out / name, partial(write_text, out / name, content, private=True))
+            emit(ladder, json, show_ladder, fit=result, plan=str(out / PLAN))
+            if not json:
+                print_lines(fit.warnings())
+                next_steps = next_commands(model, out / PLAN, ladder)
+                print_end([out / name for name in (PLAN, *files)], next_steps)
+            shutil.rmtree(out / STATE, ignore_errors=True)
+        elif base is not None and places is not None:
             if not policy:
                 base = base.replace(compensate=fitted is not None)
-            found, chosen = _choose(
+            found, chosen = choose_factors(
                 network, tokenizer, texts, sampling, base, places, fitted, folder, out
             )
             write("out", out / PLAN, lambda: _save(chosen, out))
-            result = result | {"factors": found, "plan": found["plan"]} if fits else found
-        emit(result, json, _show if fits else _show_factors)
+            emit(found, json, show_factors)
+        else:
+            emit(result, json, _show)
     for run in runs:
         run.remove()
 
@@ -176,6 +225,14 @@ def tune(
 def _save(plan: Plan, out: Path) -> None:
     out.mkdir(mode=0o700, parents=True, exist_ok=True)
     plan.save(out / PLAN)
+
+
+def _check_stage(only: Stage | None, **options: Any) -> None:
+    """Refuse options that a single stage doesn't have."""
+    alone = {Stage.factors: ("loss", "hardware"), Stage.stand_ins: ("loss", "hardware", "bound")}
+    for name in () if only is None else alone[only]:
+        if only is not None and options[name] is not None:
+            raise ValueError(f"--{name} is not for --only {only.value}.")
 
 
 def _check(out: Path, devices: int | None, memory_gib: float, trace: str | None) -> None:
@@ -190,15 +247,13 @@ def _check(out: Path, devices: int | None, memory_gib: float, trace: str | None)
 # -- stand-ins and placements ----------------------------------------------------------------------
 
 
-def _caps(texts: list[str], bound: float | None) -> list[CapacityPolicy]:
+def _caps(texts: list[str]) -> list[CapacityPolicy]:
     """Return the caps to fit stand-ins for; none: those of the library."""
     from paceline.policy import CapacityPolicy
 
     caps = []
     for text in texts:
         cap = CapacityPolicy.parse(text)
-        if bound is not None and cap.capacity_factor is None:
-            cap = cap.replace(capacity_factor=bound)
         if not cap.caps:
             raise ValueError(f"--policy {text} caps nothing: give it a capacity_factor.")
         if cap.pool != "batch" or cap.expand is not None or cap.phase != "all":
@@ -270,84 +325,34 @@ def _show(result: Mapping[str, Any]) -> None:
     print_lines(result["warnings"])
     tokens = sum(text["tokens"] for text in result["texts"])
     typer.echo(f"{tokens} tokens; written to {result['calibration']}")
-    if "factors" in result:
-        _show_factors(result["factors"])
-    elif result["plan"] is not None:
+    if result["plan"] is not None:
         print_end([result["plan"]])
 
 
 # -- factors by layer ------------------------------------------------------------------------------
 
 
-def _base(texts: list[str], bound: float | None) -> CapacityPolicy:
-    """Return the policy whose factor bounds the mean over layers.
+def _base(texts: list[str], bound: float | None, only: Stage | None) -> CapacityPolicy:
+    """Return the policy of every layer, with the bound as its factor where there is one.
 
     Raises:
-        ValueError: if there are several policies, no factor, or two.
+        ValueError: if there are several policies, or a factor is missing or given twice.
     """
     from paceline.evaluation.layer_factors import bound_of
     from paceline.policy import CapacityPolicy
 
     if len(texts) > 1:
         raise ValueError(f"--policy must be given once to choose factors, got {len(texts)}.")
-    if not texts and bound is None:
+    if only is not None and not texts and bound is None:
         raise ValueError("--only factors needs --bound, the mean factor over layers.")
-    base = CapacityPolicy.parse(texts[0]) if texts else CapacityPolicy(capacity_factor=bound)
+    base = CapacityPolicy.parse(texts[0]) if texts else CapacityPolicy()
+    if not texts and only is None:
+        base = CapacityPolicy(keep="contribution", compensate=True)
+    if only is None and base.capacity_factor is not None:
+        raise ValueError(f"--policy {texts[0]} must have no factor: --bound is that of a rung.")
     if bound is not None:
         if base.capacity_factor not in (None, bound):
             raise ValueError(f"--policy {texts[0]} and --bound {bound} must have the same factor.")
         base = base.replace(capacity_factor=bound)
-    bound_of(base)
+    bound_of(base if base.capacity_factor is not None or only else base.replace(capacity_factor=1))
     return base
-
-
-def _choose(
-    network: Any, tokenizer: Any, texts: dict[str, str], sampling: Any, base: CapacityPolicy,
-    places: Plan, fitted: Calibration | None, folder: Path | None, out: Path,
-) -> tuple[dict[str, Any], Plan]:  # fmt: skip
-    """Choose a factor per layer, and return what was measured and the plan for the folder."""
-    from paceline.evaluation.layer_factors import measure_layers
-
-    with progress() as tell:
-        found = measure_layers(
-            network,
-            tokenizer,
-            texts,
-            base,
-            plan=places,
-            calibration=fitted,
-            sampling=sampling,
-            progress=tell,
-        )
-    plan = places.replace(
-        policies=found.share(base),
-        calibration=None if folder is None else os.path.relpath(folder, out.absolute()),
-        layers=len(found.names),
-    )
-    return found.result(base).to_dict() | {"plan": str(out / PLAN)}, plan
-
-
-def _show_factors(result: Mapping[str, Any]) -> None:
-    print_table(
-        "Layers capped alone: divergence from the model without a cap, in millinats per token",
-        ("layer", "at the bound", "its factor", "at its factor"),
-        [
-            (
-                layer["name"],
-                f"{1e3 * layer['at_bound']:.2f}",
-                f"{layer['factor']:.2f}",
-                f"{1e3 * layer['at_factor']:.2f}",
-            )
-            for layer in result["layers"]
-        ],
-    )
-    alike, own = (
-        sum(layer[name] for layer in result["layers"]) for name in ("at_bound", "at_factor")
-    )
-    print_lines(
-        [
-            f"Together {1e3 * own:.2f} instead of {1e3 * alike:.2f}, on {result['tokens']:,} "
-            "tokens, if the losses of layers add up."
-        ]
-    )
-    print_end([result["plan"]])

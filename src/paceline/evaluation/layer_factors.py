@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import Tensor
 from paceline.batches import Sampling, check_length, make_batches
 from paceline.engines.transformers import attach
 from paceline.evaluation.results import Form, Schema
+from paceline.evaluation.subject import Store
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
 from paceline.progress import Progress
@@ -128,6 +130,8 @@ def measure_layers(
     sampling: Sampling | None = None,
     factors: Sequence[float] | None = None,
     progress: Progress | None = None,
+    store: Store | None = None,
+    fingerprint: str = "",
 ) -> Sensitivity:
     """Run texts with one layer capped at a time, and measure how far the model's answers move.
 
@@ -137,6 +141,8 @@ def measure_layers(
         policy: of the capped layer, with another factor each time.
         plan: where experts are, and the calibration unless it is given.
         factors: to try; None: `RATIOS` of the policy's.
+        store: of what an earlier run found, None: nothing is kept.
+        fingerprint: of all that the result depends on besides texts, policy and factors.
 
     Raises:
         ValueError: if the model can't follow the policy, the policy has no factor, or no batch is
@@ -163,18 +169,27 @@ def measure_layers(
                 progress(done, total, "forwards")
             return logits
 
-        for batch in batches:
-            base = run(None, batch.ids)
+        def of_batch(ids: Tensor) -> list[list[float]]:
+            base = run(None, ids)
+            found = torch.zeros_like(sums)
             for layer in range(count):
                 for index, factor in enumerate(tried):
                     alone: list[CapacityPolicy | None] = [None] * count
                     alone[layer] = policy.replace(capacity_factor=factor)
-                    sums[layer, index] += divergence(base, run(alone, batch.ids))
+                    found[layer, index] = divergence(base, run(alone, ids))
             if not any(layer.capped_forwards for layer in pace.stats().layers):
                 raise ValueError(
-                    f'the cap of "{policy}" never applied: batches of {batch.ids.numel()} tokens '
+                    f'the cap of "{policy}" never applied: batches of {ids.numel()} tokens '
                     "are too small for its min_expert_load."
                 )
+            table: list[list[float]] = found.tolist()
+            return table
+
+        kept = store or Store()
+        for number, batch in enumerate(batches, start=1):
+            key = [fingerprint, "layers alone", policy.to_json(), tried, batch.ids.tolist()]
+            sums += torch.tensor(kept.get(key, partial(of_batch, batch.ids)), dtype=sums.dtype)
+            done = number * (1 + sums.numel())
         tokens = sum(batch.ids.numel() for batch in batches)
         weights = tuple(map(float, pace.row_costs()))
         names = tuple(pace.layers)

@@ -233,7 +233,7 @@ def judge_texts(
         drawn = Sampling(sampling.tokens, rows, sampling.sequence_length, each == "mixed")
         batches[each], found = make_batches(subject.tokenizer, texts, drawn)
         tokens = dict(found)
-    runs = _run_all(subject, batches, store, progress)
+    runs = run_all(subject, batches, store, progress)
     solo = runs.get("solo", {})
     return TextsResult(
         tokens_by_text=tokens,
@@ -253,12 +253,21 @@ def judge_texts(
     )
 
 
-def _run_all(
+def run_all(
     subject: Subject,
     batches: Mapping[str, Sequence[Batch]],
     store: Store,
     progress: Progress | None,
 ) -> dict[str, dict[str, PolicyRun]]:
+    """Run batches under every policy, or read what an earlier run found.
+
+    Args:
+        batches: way to batch -> its batches.
+        store: of results.
+
+    Returns:
+        Way to batch -> policy -> its run.
+    """
     done, steps = 0, len(subject.policies) * sum(map(len, batches.values()))
     fingerprint = subject.fingerprint()
     runs: dict[str, dict[str, PolicyRun]] = {each: {} for each in batches}
@@ -291,19 +300,21 @@ def _row(name: str, run: PolicyRun, base: PolicyRun, alone: PolicyRun | None) ->
     if alone is not None:
         beside_solo = AgainstSolo(
             perplexity_change=change(alone.losses, run.losses),
-            changed_next_tokens=_changed(alone.greedy, run.greedy),
+            changed_next_tokens=changed_tokens(alone.greedy, run.greedy),
         )
     return TextRow(
         name=name,
         perplexity=run.losses.perplexity(),
         perplexity_change=change(base.losses, run.losses),
-        changed_next_tokens=_changed(base.greedy, run.greedy),
+        changed_next_tokens=changed_tokens(base.greedy, run.greedy),
         against_solo=beside_solo,
         **run.shares().to_dict(),
     )
 
 
-def _changed(base: Mapping[str, list[list[int]]], other: Mapping[str, list[list[int]]]) -> float:
+def changed_tokens(
+    base: Mapping[str, list[list[int]]], other: Mapping[str, list[list[int]]]
+) -> float:
     """Return the share of positions whose most likely next token differs."""
     pairs = [
         (b, o)

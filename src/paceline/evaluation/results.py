@@ -48,6 +48,7 @@ class LayerLoads(Form):
     worst_expert_peak_to_mean_before: float
     worst_expert_peak_to_mean_after: float
     stand_in_distance: float | None = None
+    expert_loads_after: list[int] = []
 
 
 class Balance(Form):

@@ -82,7 +82,7 @@ def evaluate(
     """
     if not job.texts and job.tasks is None:
         raise ValueError("texts or tasks must be given, got neither.")
-    started, header = time.perf_counter(), _header(EVAL_SCHEMA)
+    started, made = time.perf_counter(), header(EVAL_SCHEMA)
     store = Store(None if out is None else out / STATE)
     facts, texts, tasks = subject.describe(), None, None
     if job.texts:
@@ -99,7 +99,7 @@ def evaluate(
             for answers in mode.policies:
                 answers.capped_nothing = _idle(subject, facts, answers.name, answers, None)
     return EvalResult(
-        **header,
+        **made,
         subject=facts,
         texts=texts,
         tasks=tasks,
@@ -139,7 +139,8 @@ def _idle(
     )
 
 
-def _header(schema: str) -> dict[str, Any]:
+def header(schema: str) -> dict[str, Any]:
+    """Return the origin of a result: `Made` without seconds, model and command."""
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return {"schema": schema, "created": now, **system_info()}
 
@@ -235,7 +236,7 @@ def sweep(
     Raises:
         ValueError: if a combination is no policy, or can't be run.
     """
-    started, header = time.perf_counter(), _header(SWEEP_SCHEMA)
+    started, made = time.perf_counter(), header(SWEEP_SCHEMA)
     combinations = [each for some in axes for each in some.policies()]
     subject = Subject.of(model, tokenizer, [each for _, each in combinations], plan, calibration)
     facts = subject.describe()
@@ -250,7 +251,7 @@ def sweep(
         for (fields, _), row, marked in zip(combinations, chosen, best, strict=True)
     ]
     return SweepResult(
-        **header,
+        **made,
         subject=facts.model_copy(update={"policies": []}),
         tokens_by_text=judged.tokens_by_text,
         batch_size=judged.batch_size,

@@ -13,12 +13,14 @@ from paceline.reporting.style import (
     AFTER,
     BEFORE,
     INK,
+    LOOKS,
     MUTED,
     PALE,
     axis,
     layout,
     level,
     load_colours,
+    upright,
 )
 
 Figure = dict[str, Any]
@@ -281,3 +283,65 @@ def _lines(blocks: Sequence[Sequence[tuple[int, int]]], alike: bool) -> list[dic
         }
         for start, top, bottom in places
     ]
+
+
+# -- a ladder of bounds ----------------------------------------------------------------------------
+
+
+def ladder_figure(ladder: Mapping[str, Any]) -> Figure:
+    """Draw the perplexity change of every rung, with its 95% interval, against its bound."""
+    rungs = ladder["rungs"]
+    errors = [100 * 1.96 * (rung["standard_error"] or 0) for rung in rungs]
+    colour, symbol, _ = LOOKS[0]
+    return {
+        "data": [
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "name": "rungs",
+                "x": [round(rung["device_peak_to_mean"], 4) for rung in rungs],
+                "y": [round(100 * rung["change"], 4) for rung in rungs],
+                "error_y": {"type": "data", "array": [round(e, 4) for e in errors], "width": 4},
+                "customdata": [[f"{rung['bound']:g}"] for rung in rungs],
+                "marker": {"size": 10, "color": colour, "symbol": symbol},
+                "line": {"width": 1.5, "color": colour},
+                "hovertemplate": "rung %{customdata[0]}<br>busiest device %{x:.2f}× the mean"
+                "<br>perplexity %{y:+.2f}%<extra></extra>",
+            }
+        ],
+        "layout": layout(
+            360,
+            showlegend=False,
+            xaxis=axis("busiest device / mean load"),
+            yaxis=axis("perplexity change (%)"),
+            shapes=[upright(round(ladder["baseline"]["device_peak_to_mean"], 4))],
+        ),
+    }
+
+
+def ladder_texts(ladder: Mapping[str, Any]) -> Figure:
+    """Draw the change of every text at every rung, a column per rung."""
+    rungs = ladder["rungs"]
+    names = list(ladder["baseline"]["by_text"])
+    return {
+        "data": [
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "name": name,
+                "x": [f"{rung['bound']:g}" for rung in rungs],
+                "y": [round(100 * rung["by_text"][name], 4) for rung in rungs],
+                "marker": {"size": 8, "color": LOOKS[number % len(LOOKS)][0],
+                           "symbol": LOOKS[number % len(LOOKS)][1]},
+                "line": {"width": 1.5, "color": LOOKS[number % len(LOOKS)][0],
+                         "dash": LOOKS[number % len(LOOKS)][2]},
+                "hovertemplate": name + ", rung %{x}<br>perplexity %{y:+.2f}%<extra></extra>",
+            }
+            for number, name in enumerate(names)
+        ],
+        "layout": layout(
+            360 + 22 * len(names),
+            xaxis=axis("rung", type="category"),
+            yaxis=axis("perplexity change (%)"),
+        ),
+    }  # fmt: skip

@@ -10,8 +10,19 @@ from typing import Any
 from paceline.analysis.results import CapStudy, PlanResult
 from paceline.analysis.verdict import IN_ORDER
 from paceline.files import write_text
-from paceline.reporting.figures import layer_peaks, load_map, relative
-from paceline.reporting.quality_figures import factor, families, sweep_figure, sweep_values
+from paceline.reporting.figures import (
+    ladder_figure,
+    ladder_texts,
+    layer_peaks,
+    load_map,
+    relative,
+)
+from paceline.reporting.quality_figures import (
+    factor,
+    families,
+    sweep_figure,
+    sweep_values,
+)
 from paceline.reporting.style import DARK, PAGE
 from paceline.reporting.trace_figures import trace_figures
 from paceline.text import percent, signed_percent, times
@@ -126,4 +137,14 @@ def sweep_page(result: Mapping[str, Any]) -> str:
         families=families(result["points"]),
         factor=factor,
         idle=sorted({p["capped_nothing"] for p in result["points"] if p.get("capped_nothing")}),
+    )
+
+
+def ladder_page(ladder: Mapping[str, Any]) -> str:
+    """Return the page of the ladder of `paceline tune`."""
+    return render(
+        "ladder.html.j2",
+        {"ladder": ladder_figure(ladder), "texts": ladder_texts(ladder)},
+        title="Paceline: a ladder of bounds",
+        results=ladder,
     )

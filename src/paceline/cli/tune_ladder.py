@@ -1,0 +1,240 @@
+"""Stages of `paceline tune` after the fit: choose factors for every rung, judge them, show them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.cli.output import (
+    command_line,
+    print_end,
+    print_lines,
+    print_table,
+    print_verdict,
+    progress,
+)
+
+if TYPE_CHECKING:
+    from paceline.batches import Sampling
+    from paceline.evaluation.ladder import Ladder, Machine
+    from paceline.evaluation.subject import Subject
+    from paceline.plan import Plan
+    from paceline.policy import CapacityPolicy
+    from paceline.stand_ins.calibration_file import Calibration
+
+PLAN = "plan.toml"
+"""In the folder that is written: placements, policies by layer and the calibration's folder."""
+LADDER, PAGE = "ladder.json", "ladder.html"
+CHOOSE_TOKENS, JUDGE_TOKENS = 16384, 36864
+
+
+def read_loss(text: str | None) -> float | None:
+    """Read --loss, a percentage.
+
+    Raises:
+        ValueError: if it is none.
+
+    >>> read_loss("0.5%")
+    0.005
+    """
+    if text is None:
+        return None
+    try:
+        share = float(text.strip().removesuffix("%")) / 100
+    except ValueError:
+        share = -1.0
+    if not text.strip().endswith("%") or not 0 < share < 1:
+        raise ValueError(f"--loss must be a percentage of perplexity such as 0.3%, got {text}.")
+    return share
+
+
+def machine_of(hardware: str, folder: Path) -> Machine:
+    """Return the devices to time a model's layers on.
+
+    Raises:
+        ValueError: if the hardware or the model's config can't be read.
+    """
+    from paceline.analysis.cost import layer_shape
+    from paceline.analysis.hardware import hardware_of
+    from paceline.evaluation.ladder import Machine
+
+    return Machine(hardware_of(hardware), layer_shape(folder / "config.json"))
+
+
+def climb(
+    subject: Subject,
+    parts: Mapping[str, Mapping[str, str]],
+    sampling: Sampling,
+    base: CapacityPolicy,
+    *,
+    bound: float | None,
+    loss: float | None,
+    machine: Machine | None,
+    out: Path,
+) -> tuple[Ladder, tuple[CapacityPolicy, ...]]:
+    """Choose factors for every rung on one part of the texts, and judge the rungs on another.
+
+    Args:
+        subject: model, placement and calibration.
+        parts: purpose -> text -> part.
+        sampling: its tokens, unless None, are those of each stage.
+        base: policy of every layer, without its factor.
+        bound: of the only rung; None: the whole ladder.
+        loss: greatest change of perplexity.
+        out: folder from which a run that was killed goes on.
+
+    Returns:
+        The ladder, without what only the caller knows, and the policies of the rung that was
+        chosen, one per layer; none if no rung pays.
+    """
+    import time
+
+    from paceline.evaluation.ladder import (
+        BOUNDS,
+        SCHEMA,
+        Ladder,
+        choose_rung,
+        judge_rungs,
+        ladder_verdict,
+        measure_rungs,
+        named,
+    )
+    from paceline.evaluation.run import header
+    from paceline.evaluation.subject import BASELINE
+
+    started = time.perf_counter()
+    drawn = replace(sampling, tokens=CHOOSE_TOKENS)
+    with progress() as tell:
+        found = measure_rungs(subject, parts["choose"], drawn, base, out, tell)
+    bounds = BOUNDS if bound is None else (bound,)
+    policies = {named(each): found.share(base.replace(capacity_factor=each)) for each in bounds}
+    tried = replace(subject, policies={BASELINE: None, **policies})
+    drawn = replace(sampling, tokens=JUDGE_TOKENS)
+    with progress() as tell:
+        baseline, rungs, judged = judge_rungs(tried, parts["judge"], drawn, machine, out, tell)
+    chosen, reason = choose_rung(baseline, rungs, loss)
+    if bound is not None and loss is None:
+        chosen, reason = rungs[0], "It is the bound that was asked for."
+    ladder = Ladder(
+        **header(SCHEMA),
+        seconds=round(time.perf_counter() - started, 1),
+        command=command_line(),
+        subject=replace(subject, policies={BASELINE: None}).describe(),
+        split={},
+        tokens={"choose": found.tokens, "judge": judged},
+        batch_size=sampling.batch_size,
+        sequence_length=sampling.sequence_length,
+        hardware=None if machine is None else machine.hardware.name,
+        loss=loss,
+        baseline=baseline,
+        rungs=rungs,
+        chosen=None if chosen is None else chosen.bound,
+        verdict=[],
+    )
+    ladder.verdict = ladder_verdict(subject.model, ladder, chosen, reason)
+    return ladder, () if chosen is None else policies[named(chosen.bound)]
+
+
+def show_ladder(ladder: Ladder) -> None:
+    """Print the verdict and a row per rung."""
+    from paceline.evaluation.ladder import named
+    from paceline.text import percent, signed_percent, times
+
+    print_verdict(ladder.verdict)
+    timed = ladder.hardware is not None
+    header = ["rung", "busiest device", "dropped", "perplexity", "at most", "next tokens kept"]
+    rows = []
+    for rung in ladder.rungs:
+        error = rung.standard_error
+        change = signed_percent(rung.change)
+        rows.append([
+            named(rung.bound) + ("*" if rung.bound == ladder.chosen else ""),
+            times(rung.device_peak_to_mean),
+            percent(rung.dropped_share),
+            change if error is None else f"{change} ± {percent(error, 2)}",
+            "" if rung.at_most is None else signed_percent(rung.at_most),
+            percent(1 - rung.changed_next_tokens),
+            *([times(rung.speedup or 1)] if timed else []),
+        ])  # fmt: skip
+    print_lines([""])
+    print_table(
+        f"Rungs, judged on {ladder.tokens['judge']:,} tokens; a star: in the plan",
+        [*header, *(["speed-up"] if timed else [])],
+        rows,
+    )
+    lines = [
+        "A rung is the mean over layers of the capacity factor per device; at most: with 95% "
+        "confidence."
+    ]
+    if timed:
+        lines.append(
+            f"Speed-up of the MoE layers on {ladder.hardware} x {ladder.subject.devices}: modelled "
+            "from the loads, without the stand-ins' own work."
+        )
+    print_lines(lines)
+
+
+def next_commands(model: str, plan: Path, ladder: Ladder) -> list[list[str]]:
+    """Return the commands to run with the plan."""
+    if ladder.chosen is None:
+        return []
+    return [["eval", model, "--plan", str(plan)], ["serve", model, "--plan", str(plan)]]
+
+
+# -- factors alone ---------------------------------------------------------------------------------
+
+
+def choose_factors(
+    network: Any, tokenizer: Any, texts: dict[str, str], sampling: Any, base: CapacityPolicy,
+    places: Plan, fitted: Calibration | None, folder: Path | None, out: Path,
+) -> tuple[dict[str, Any], Plan]:  # fmt: skip
+    """Choose a factor per layer, and return what was measured and the plan for the folder."""
+    from paceline.evaluation.layer_factors import measure_layers
+
+    with progress() as tell:
+        found = measure_layers(
+            network,
+            tokenizer,
+            texts,
+            base,
+            plan=places,
+            calibration=fitted,
+            sampling=sampling,
+            progress=tell,
+        )
+    plan = places.replace(
+        policies=found.share(base),
+        calibration=None if folder is None else os.path.relpath(folder, out.absolute()),
+        layers=len(found.names),
+    )
+    return found.result(base).to_dict() | {"plan": str(out / PLAN)}, plan
+
+
+def show_factors(result: Mapping[str, Any]) -> None:
+    """Print the factor of every layer and what it costs."""
+    print_table(
+        "Layers capped alone: divergence from the model without a cap, in millinats per token",
+        ("layer", "at the bound", "its factor", "at its factor"),
+        [
+            (
+                layer["name"],
+                f"{1e3 * layer['at_bound']:.2f}",
+                f"{layer['factor']:.2f}",
+                f"{1e3 * layer['at_factor']:.2f}",
+            )
+            for layer in result["layers"]
+        ],
+    )
+    alike, own = (
+        sum(layer[name] for layer in result["layers"]) for name in ("at_bound", "at_factor")
+    )
+    print_lines(
+        [
+            f"Together {1e3 * own:.2f} instead of {1e3 * alike:.2f}, on {result['tokens']:,} "
+            "tokens, if the losses of layers add up."
+        ]
+    )
+    print_end([result["plan"]])
