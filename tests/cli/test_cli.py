@@ -320,17 +320,20 @@ def test_sentence_is_one_line() -> None:
     assert sentence(ValueError()) == "ValueError"
 
 
-def test_tune_fits_stand_ins_and_chooses_factors_in_one_run(tmp_path: Path) -> None:
-    texts = ("--text", "prose", "--text", "german", "--tokens", "512")
+def test_tune_makes_a_plan_in_one_run(tmp_path: Path) -> None:
+    texts = ("--text", "prose", "--text", "german", "--tokens", "1024")
     sizes = ("--batch-size", "2", "--sequence-length", "128", "--rank", "1")
     result = run("tune", "demo", *texts, *sizes, "--devices", "8", "--bound", "0.75", "--json",
                  "--out", tmp_path / "tuned")  # fmt: skip
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
-    assert found["schema"] == "paceline-calibrate/1"
+    assert found["schema"] == "paceline-ladder/1"
+    assert found["fit"]["schema"] == "paceline-calibrate/1"
     plan = paceline.Plan.load(found["plan"])
     factors = [policy.capacity_factor for policy in plan.policies]
-    assert factors == [layer["factor"] for layer in found["factors"]["layers"]]
+    (rung,) = found["rungs"]
+    assert rung["policies"] == [str(policy) for policy in plan.policies]
+    assert found["chosen"] == rung["bound"] == 0.75
     assert sum(factors) / len(factors) <= 0.75
     assert all(policy.compensate for policy in plan.policies)
     assert len(plan.placements) == 4

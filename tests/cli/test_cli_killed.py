@@ -105,7 +105,7 @@ def nothing(before: Path) -> None:
 
 Check = Callable[[Path, Path, Path], None]
 RUNS: dict[str, tuple[Callable[[Path], None], Check, tuple[str, ...]]] = {
-    "loads": (old_page, each_is_old_or_new, ("loads", "law", "--html", "page.html")),
+    "loads": (old_page, each_is_old_or_new, ("loads", "law", "--html", "page.html", "--force")),
     "plan": (
         old_plan, each_is_old_or_new,
         ("plan", "law", "--place-only", "--devices", "8", "--out", "plan.toml", "--force"),
@@ -115,7 +115,8 @@ RUNS: dict[str, tuple[Callable[[Path], None], Check, tuple[str, ...]]] = {
     ),
     "tune": (
         old_calibration, the_calibration_is_old_or_new,
-        ("tune", "demo", *SMALL, "--rank", "1", "--out", "calibrated", "--force"),
+        ("tune", "demo", *SMALL, "--rank", "1", "--only", "stand-ins", "--out", "calibrated",
+         "--force"),
     ),
     "record": (
         nothing, the_trace_is_a_beginning, ("record", "demo", *SMALL, "--out", "trace"),

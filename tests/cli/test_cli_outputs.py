@@ -23,7 +23,7 @@ SMALL = (
     *("--batch-size", "2", "--sequence-length", "64"),
 )
 PLACE = "plan", SAMPLE, "--place-only"
-TUNE = "tune", "demo", *SMALL, "--rank", "1"
+TUNE = "tune", "demo", *SMALL, "--rank", "1", "--only", "stand-ins"
 
 
 def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +225,10 @@ FULL: dict[str, Callable[[Path], tuple[str | Path, ...]]] = {
     "loads of a trace": lambda out: ("loads", SAMPLE, "--html", out),
     "loads of a model": lambda out: ("loads", "demo", *SMALL, "--html", out),
     "eval": lambda out: ("eval", "demo", *SMALL, *CAP, "--compositions", "one_text", "--out", out),
-    "tune": lambda out: (*TUNE, "--devices", "8", "--bound", "1", "--out", out),
+    "tune": lambda out: (
+        *("tune", "demo", *SMALL, "--rank", "1", "--tokens", "1024"),
+        *("--devices", "8", "--bound", "1", "--out", out),
+    ),
 }
 
 

@@ -49,7 +49,7 @@ WORKS = {
         "record", "demo", "--prompts", "TEXT", "--max-new-tokens", "2", "--content", "choices",
         "--out", "OUT",
     ),
-    "tune": ("tune", "demo", *SMALL, "--rank", "1", "--out", "OUT"),
+    "tune": ("tune", "demo", *SMALL, "--rank", "1", "--only", "stand-ins", "--out", "OUT"),
     "eval": (
         "eval", "demo", *SMALL, "--compositions", "one_text", "--policy", "capacity_factor=1",
         "--out", "OUT",

@@ -76,6 +76,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "report.html": ["loads", "sample:esft_v2lite_law", "--batch-tokens", "512"],
         "swept/sweep.html": ["eval", "demo", "--grid", "--calibration", "demo", "--tokens", "1024",
                              "--factors", "1.5,1,0.5", "--out", "swept"],
+        "tuned/ladder.html": ["tune", "demo", "--text", "prose", "--text", "c", "--tokens", "4096",
+                              "--hardware", "h100", "--rank", "2", "--out", "tuned"],
         "bench.html": ["bench", "layer", "--shape", "tiny", "--tokens", "64", "--rounds", "2"],
     }  # fmt: skip
     found = {}

@@ -105,8 +105,8 @@ def tune(
     --only stand-ins fits alone, on all of the texts: for caps at the mean per device and per
     expert, or for each --policy. --only factors chooses factors for --bound on all of the texts,
     with placements and stand-ins from --plan and --calibration. Texts are cut to 65536 tokens for
-    the fit, 16384 for the factors and 36864 to judge; --tokens changes the first, or that of the
-    stage which runs alone.
+    the fit, 16384 for the factors and 36864 to judge; --tokens changes the first, and the others in
+    proportion, or that of the stage which runs alone.
 
     \b
     Examples:
@@ -117,7 +117,7 @@ def tune(
     """
     fits = only is not Stage.factors
     allowed = read_loss(loss)
-    _check(out, devices, memory_gib, trace)
+    _check(out, devices, memory_gib, trace, None if only else bound)
     _check_stage(only, loss=loss, hardware=hardware, bound=bound)
     if fits and (plan is not None or calibration is not None):
         raise ValueError("--plan and --calibration are for --only factors.")
@@ -235,9 +235,15 @@ def _check_stage(only: Stage | None, **options: Any) -> None:
             raise ValueError(f"--{name} is not for --only {only.value}.")
 
 
-def _check(out: Path, devices: int | None, memory_gib: float, trace: str | None) -> None:
+def _check(
+    out: Path, devices: int | None, memory_gib: float, trace: str | None, bound: float | None
+) -> None:
+    from paceline.evaluation.ladder import FACTORS
+
     check_folder(out=out)
     check_at_least(1, devices=devices)
+    if bound is not None and not FACTORS[0] <= bound <= FACTORS[-1]:
+        raise ValueError(f"--bound must be {FACTORS[0]} to {FACTORS[-1]}, got {bound:g}.")
     if not 0 < memory_gib < 1 << 20:
         raise ValueError(f"--memory-gib must be above 0, got {memory_gib}.")
     if trace is not None and devices is None:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 PLAN = "plan.toml"
 """In the folder that is written: placements, policies by layer and the calibration's folder."""
 LADDER, PAGE = "ladder.json", "ladder.html"
-CHOOSE_TOKENS, JUDGE_TOKENS = 16384, 36864
+CHOOSE_TOKENS, JUDGE_TOKENS = 0.25, 0.5625
+"""Tokens of these stages, as shares of those that are fitted to: 16384 and 36864 of 65536."""
 
 
 def read_loss(text: str | None) -> float | None:
@@ -80,7 +81,7 @@ def climb(
     Args:
         subject: model, placement and calibration.
         parts: purpose -> text -> part.
-        sampling: its tokens, unless None, are those of each stage.
+        sampling: its tokens are those of the fit.
         base: policy of every layer, without its factor.
         bound: of the only rung; None: the whole ladder.
         loss: greatest change of perplexity.
@@ -106,15 +107,17 @@ def climb(
     from paceline.evaluation.subject import BASELINE
 
     started = time.perf_counter()
-    drawn = replace(sampling, tokens=CHOOSE_TOKENS)
+    drawn = replace(sampling, tokens=round(CHOOSE_TOKENS * sampling.tokens))
     with progress() as tell:
         found = measure_rungs(subject, parts["choose"], drawn, base, out, tell)
     bounds = BOUNDS if bound is None else (bound,)
     policies = {named(each): found.share(base.replace(capacity_factor=each)) for each in bounds}
     tried = replace(subject, policies={BASELINE: None, **policies})
-    drawn = replace(sampling, tokens=JUDGE_TOKENS)
+    drawn = replace(sampling, tokens=round(JUDGE_TOKENS * sampling.tokens))
     with progress() as tell:
-        baseline, rungs, judged = judge_rungs(tried, parts["judge"], drawn, machine, out, tell)
+        baseline, in_order, rungs, judged = judge_rungs(
+            tried, parts["judge"], drawn, machine, out, tell
+        )
     chosen, reason = choose_rung(baseline, rungs, loss)
     if bound is not None and loss is None:
         chosen, reason = rungs[0], "It is the bound that was asked for."
@@ -130,6 +133,7 @@ def climb(
         hardware=None if machine is None else machine.hardware.name,
         loss=loss,
         baseline=baseline,
+        in_order=in_order,
         rungs=rungs,
         chosen=None if chosen is None else chosen.bound,
         verdict=[],

@@ -73,6 +73,7 @@ class Ladder(Made):
         tokens: purpose -> tokens that were run.
         hardware: of the speed-ups, None without.
         loss: greatest change of perplexity that was allowed, None if it was left open.
+        in_order: busiest device without a policy and with the experts in order.
         chosen: bound of the rung that the plan holds, None: none.
         verdict: sentences.
     """
@@ -85,6 +86,7 @@ class Ladder(Made):
     hardware: str | None
     loss: float | None
     baseline: CostByText
+    in_order: float
     rungs: list[Rung]
     chosen: float | None
     verdict: list[str]
@@ -125,8 +127,8 @@ def split_texts(
 
 def _white_space(text: str, near: int) -> int:
     """Return the last white space at or before a character, or the character itself."""
-    before = next((at for at in range(near, max(0, near - 1000), -1) if text[at].isspace()), near)
-    return before
+    last = min(near, len(text) - 1)
+    return next((at for at in range(last, max(0, last - 1000), -1) if text[at].isspace()), near)
 
 
 def measure_rungs(
@@ -156,7 +158,7 @@ def judge_rungs(
     machine: Machine | None,
     out: Path | None = None,
     progress: Progress | None = None,
-) -> tuple[CostByText, list[Rung], int]:
+) -> tuple[CostByText, float, list[Rung], int]:
     """Judge rungs against no policy, in batches of one text each.
 
     Args:
@@ -166,7 +168,8 @@ def judge_rungs(
         out: folder from which a run that was killed goes on.
 
     Returns:
-        The cost of no policy, the rungs, and the tokens that were run.
+        The cost of no policy, its busiest device with the experts in order, the rungs, and the
+        tokens that were run.
     """
     batches, tokens = make_batches(subject.tokenizer, texts, sampling)
     runs = run_all(subject, {"one_text": batches}, _store(out), progress)["one_text"]
@@ -185,7 +188,7 @@ def judge_rungs(
             at_most=None if error is None else cost.change + SURE * error,
             speedup=None if before is None or not seconds else before / seconds,
         ))  # fmt: skip
-    return _cost(base, base), rungs, sum(tokens.values())
+    return _cost(base, base), _in_order(base, subject.plan), rungs, sum(tokens.values())
 
 
 def named(bound: float) -> str:
@@ -216,6 +219,20 @@ def _cost(base: PolicyRun, run: PolicyRun) -> CostByText:
         dropped_share=shares.dropped_share,
         device_peak_to_mean=shares.device_peak_to_mean,
     )
+
+
+def _in_order(run: PolicyRun, plan: Plan) -> float:
+    """Return the busiest device / mean of a run without a policy, were the experts in order."""
+    busiest = mean = 0.0
+    for number, layers in enumerate(zip(*run.layers, strict=True)):
+        for layer in layers:
+            loads = np.array(layer.expert_loads_after)
+            place = read_placement(plan.placement_of(number), len(loads), f"layer {number}")
+            devices = len(loads) if place is None else place.num_devices
+            home = ExpertPlacement.contiguous(len(loads), devices).expert_to_device
+            each = np.bincount(home, loads, minlength=devices)
+            busiest, mean = busiest + each.max(), mean + each.mean()
+    return busiest / mean if mean else 1.0
 
 
 def _seconds(run: PolicyRun, plan: Plan, machine: Machine) -> float:
@@ -294,9 +311,18 @@ def _unsure(rungs: Sequence[Rung], loss: float) -> str:
 def ladder_verdict(model: Any, ladder: Ladder, chosen: Rung | None, reason: str) -> list[str]:
     """Sum a ladder up in three sentences, or more where the model looks untrained."""
     lines = [reason]
+    if ladder.hardware is not None:
+        tokens_of_batch = ladder.batch_size * ladder.sequence_length
+        lines.append(
+            f"Times are modelled for {ladder.hardware} x {ladder.subject.devices} and batches of "
+            f"{tokens_of_batch:,} tokens."
+        )
     tokens = f"{ladder.tokens['judge']:,} tokens"
     if chosen is not None:
-        before = times(ladder.baseline.device_peak_to_mean)
+        placed = ladder.baseline.device_peak_to_mean
+        before = times(placed)
+        if ladder.in_order > placed * _LITTLE:
+            before = f"{times(ladder.in_order)} (in order; {before} placed)"
         after = times(chosen.device_peak_to_mean)
         error = "" if chosen.standard_error is None else f" ± {percent(chosen.standard_error, 2)}"
         lines = [

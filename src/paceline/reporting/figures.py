@@ -320,28 +320,27 @@ def ladder_figure(ladder: Mapping[str, Any]) -> Figure:
 
 
 def ladder_texts(ladder: Mapping[str, Any]) -> Figure:
-    """Draw the change of every text at every rung, a column per rung."""
-    rungs = ladder["rungs"]
-    names = list(ladder["baseline"]["by_text"])
+    """Draw the change of every text at every rung, a line per text."""
+    rungs, names = ladder["rungs"], list(ladder["baseline"]["by_text"])
+    lines = []
+    for number, name in enumerate(names):
+        turn, at = divmod(number, len(LOOKS))
+        colour, symbol, dash = LOOKS[at]
+        lines.append({
+            "type": "scatter",
+            "mode": "lines+markers",
+            "name": name,
+            "x": [f"{rung['bound']:g}" for rung in rungs],
+            "y": [round(100 * rung["by_text"][name], 4) for rung in rungs],
+            "marker": {"size": 8, "color": colour, "symbol": symbol + ("-open" if turn else "")},
+            "line": {"width": 1.5, "color": colour, "dash": dash},
+            "hovertemplate": name + ", rung %{x}<br>perplexity %{y:+.2f}%<extra></extra>",
+        })  # fmt: skip
     return {
-        "data": [
-            {
-                "type": "scatter",
-                "mode": "lines+markers",
-                "name": name,
-                "x": [f"{rung['bound']:g}" for rung in rungs],
-                "y": [round(100 * rung["by_text"][name], 4) for rung in rungs],
-                "marker": {"size": 8, "color": LOOKS[number % len(LOOKS)][0],
-                           "symbol": LOOKS[number % len(LOOKS)][1]},
-                "line": {"width": 1.5, "color": LOOKS[number % len(LOOKS)][0],
-                         "dash": LOOKS[number % len(LOOKS)][2]},
-                "hovertemplate": name + ", rung %{x}<br>perplexity %{y:+.2f}%<extra></extra>",
-            }
-            for number, name in enumerate(names)
-        ],
+        "data": lines,
         "layout": layout(
             360 + 22 * len(names),
             xaxis=axis("rung", type="category"),
             yaxis=axis("perplexity change (%)"),
         ),
-    }  # fmt: skip
+    }

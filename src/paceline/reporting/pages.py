@@ -147,4 +147,5 @@ def ladder_page(ladder: Mapping[str, Any]) -> str:
         {"ladder": ladder_figure(ladder), "texts": ladder_texts(ladder)},
         title="Paceline: a ladder of bounds",
         results=ladder,
+        chosen=next((r for r in ladder["rungs"] if r["bound"] == ladder["chosen"]), None),
     )

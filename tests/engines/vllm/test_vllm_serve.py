@@ -22,7 +22,10 @@ import pytest
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
+from paceline import CapacityPolicy
 from paceline.demo.assets import read_text
+from paceline.plan import Plan
+from paceline.shipped import CALIBRATION_FOLDER
 from paceline.traces import open_trace
 
 KEY = "a-secret"
@@ -268,6 +271,55 @@ def test_the_steps_of_the_page(tmp_path: Path) -> None:
         assert not same(server.complete_all(6), off)
         assert server.policy("DELETE")["off"]
         assert same(server.complete_all(6), off)
+
+
+@pytest.mark.long
+def test_rungs_of_a_ladder(tmp_path: Path) -> None:
+    """A plan as `paceline tune` writes it; rungs change under load, and rows below are counted."""
+    fields = "keep=contribution,compensate=true,min_expert_load=0"
+    rungs = {name: [f"capacity_factor={name},{fields}"] * 4 for name in ("1.0", "0.5")}
+    (tmp_path / "ladder.json").write_text(json.dumps({
+        "tokens": {"judge": 4096},
+        "rungs": [
+            {"bound": float(name), "policies": policies, "change": 0.0012}
+            for name, policies in rungs.items()
+        ],
+    }))  # fmt: skip
+    first = CapacityPolicy.parse(rungs["1.0"][0])
+    plan = Plan(policies=(first,), placements=(8,), calibration=str(CALIBRATION_FOLDER))
+    plan.save(tmp_path / "plan.toml")
+    with serving(tmp_path / "log", "--plan", str(tmp_path / "plan.toml")) as server:
+        rows, share = server.counted_rows(), {}
+        for name in ("1", "0.5", "1"):
+            with ThreadPoolExecutor(4) as pool:
+                jobs = [pool.submit(server.complete, i, 120) for i in range(8)]
+                status, answer = server.call(
+                    "POST", "/paceline/policy", {"rung": name, "keep_cache": name == "1"}
+                )
+                assert all(len(job.result()[0]) == 8 for job in jobs)
+            assert status == 200, answer
+            found = json.loads(answer)
+            assert "changed perplexity by +0.12% on 4,096 tokens" in found["note"]
+            assert float(found["fields"]["capacity_factor"]) == float(name)
+            before = server.policy()["workers"][0]
+            server.complete_all(4)
+            after = server.policy()["workers"][0]
+            share[name] = (after["dropped"] - before["dropped"]) / (
+                after["assignments"] - before["assignments"]
+            )
+        assert 0.4 < share["0.5"] < 0.6
+        assert 0 < share["1"] < 0.3
+        last = server.policy()["workers"][0]
+        computed = last["assignments"] - last["dropped"] + last["dropped_computed"]
+        assert server.counted_rows() - rows == computed
+        for body, said in (
+            ({"rung": "3"}, "rung must be one of 1, 0.5, got 3"),
+            ({"rung": "1", "policy": "start"}, "one of policy and rung must be given"),
+            ({}, "one of policy and rung must be given"),
+        ):
+            status, answer = server.call("POST", "/paceline/policy", body)
+            assert status == 400
+            assert said in answer
 
 
 @pytest.mark.long

@@ -34,6 +34,7 @@ from paceline.routing.layer_stats import LayerStats
 
 logger = logging.getLogger("vllm.paceline")
 
+RUNG = "rung "
 OWN_BUDGETS = (
     "pool=request: with prefix caching on, every request has a budget of its own, so that no batch "
     "changes what others read from the cache"
@@ -92,8 +93,13 @@ class CappedModel:
 
     # -- policies ---------------------------------------------------------------------------------
 
-    def set_policies(self, policies: Sequence[CapacityPolicy | None]) -> None:
+    def set_policies(
+        self, policies: Sequence[CapacityPolicy | None], text: str | None = None
+    ) -> None:
         """Put one policy per layer in force, all or none; None: neither cap nor count.
+
+        Args:
+            text: that they come from, as for `parse`.
 
         Raises:
             ValueError: as `check_policies` does.
@@ -102,7 +108,10 @@ class CappedModel:
         for layer, policy in zip(self.layers, checked, strict=True):
             layer.set_policy(policy)
         pools = [(a.pool, b.pool) for a, b in zip(policies, checked, strict=True) if a and b]
-        self.note = OWN_BUDGETS if any(new == "request" != old for old, new in pools) else None
+        notes = [OWN_BUDGETS] if any(new == "request" != old for old, new in pools) else []
+        if text is not None and text.startswith(RUNG):
+            notes.append(self._settings.rung(text.removeprefix(RUNG))[1])
+        self.note = "; ".join(notes) or None
         if self.note is not None and self.rank == 0:
             logger.info("paceline: %s", self.note)
 
@@ -132,7 +141,11 @@ class CappedModel:
         return checked
 
     def parse(self, text: str | None) -> list[CapacityPolicy | None]:
-        """Return one policy per layer for a short form; "start": as the engine began; None: off.
+        """Return one policy per layer for a short form.
+
+        Args:
+            text: short form; "start": as the engine began; "rung NAME": of the ladder beside the
+                plan; None: off.
 
         Raises:
             ValueError: if it is no policy.
@@ -141,6 +154,9 @@ class CappedModel:
             return [None] * len(self.layers)
         if text == "start":
             return list(self._start_policies())
+        if text.startswith(RUNG):
+            own, _ = self._settings.rung(text.removeprefix(RUNG))
+            return [*own] if len(own) > 1 else [own[0]] * len(self.layers)
         return [CapacityPolicy.parse(text)] * len(self.layers)
 
     def _start_policies(self) -> list[CapacityPolicy | None]:

@@ -19,7 +19,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -41,10 +41,31 @@ class PolicyRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    policy: Short = Field(
+    policy: Short | None = Field(
+        None,
         description='Short form of a policy; "start": the one that the server began with.',
         examples=["capacity_factor=1.25", "capacity_factor=1.5,pool=request", "start"],
     )
+    rung: Short | None = Field(
+        None, description="Instead of a policy: a rung of ladder.json beside the plan, such as 0.75"
+    )
+    keep_cache: bool = Field(
+        False,
+        strict=True,
+        description="Keep the prefix cache: its entries come from the former policy, and running "
+        "requests don't compute their prompts again.",
+    )
+
+    @model_validator(mode="after")
+    def _one(self) -> PolicyRequest:
+        if (self.policy is None) == (self.rung is None):
+            raise ValueError("one of policy and rung must be given")
+        return self
+
+    @property
+    def text(self) -> str:
+        """Text that a worker parses."""
+        return f"rung {self.rung}" if self.policy is None else self.policy
 
 
 class LayerCounts(BaseModel):
@@ -173,7 +194,7 @@ def routes() -> APIRouter:
     async def set_policy(request: Request, body: PolicyRequest) -> ServerState:
         engine = _engine(request)
         async with changing:
-            return await change_policy(*engine, body.policy)
+            return await change_policy(*engine, body.text, body.keep_cache)
 
     @router.delete(PATH, summary="Neither cap nor count")
     async def switch_off(request: Request) -> ServerState:
@@ -215,7 +236,9 @@ class GuardedRoute(APIRoute):
         return guarded
 
 
-_ALLOWED = 'it must be {"policy": "short form"}, with content-type: application/json.'
+_ALLOWED = (
+    'it must be {"policy": "short form"} or {"rung": "name"}, with content-type: application/json.'
+)
 
 
 def _sentence(error: RequestValidationError) -> str:
@@ -304,12 +327,16 @@ async def call_workers(client: Any, workers: int | None, method: str, *args: Any
     return answers
 
 
-async def change_policy(client: Any, workers: int | None, text: str | None) -> ServerState:
+async def change_policy(
+    client: Any, workers: int | None, text: str | None, keep_cache: bool = False
+) -> ServerState:
     """Put a policy in force in every worker, or in none of them.
 
     Args:
         workers: number of those that must answer, None if it is unknown.
-        text: the short form; "start": as the server began; None: neither cap nor count.
+        text: the short form; "start": as the server began; "rung NAME"; None: neither cap nor
+            count.
+        keep_cache: True: cached prefixes stay, although the former policy computed them.
 
     Raises:
         Refused: 400 if a worker refuses it, 500 if the workers don't agree afterwards.
@@ -319,7 +346,7 @@ async def change_policy(client: Any, workers: int | None, text: str | None) -> S
         raise Refused(400, next(filter(None, reasons)))
     await call_workers(client, workers, "paceline_set", text)
     # the cache holds results of the former policy; running requests compute them again
-    if not await client.reset_prefix_cache(reset_running_requests=True):
+    if not keep_cache and not await client.reset_prefix_cache(reset_running_requests=True):
         raise Refused(500, "The policy is in force, but the prefix cache could not be reset.")
     state = server_state(await call_workers(client, workers, "paceline_describe"))
     if not state.agree:

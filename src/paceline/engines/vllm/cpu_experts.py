@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.utils.torch_utils import _encode_layer_name
 
 PAIR_COST = {"amx": 200, "vec": 64}
 """Kernel -> columns of an expert's width that take as long as to gather a pair and to add it up.
@@ -115,6 +114,8 @@ def _patched(apply: Any) -> Any:
             return
         rows = {key: given.pop(key) for key in _ROWS}
         if torch.compiler.is_compiling():
+            from vllm.utils.torch_utils import _encode_layer_name
+
             torch.ops.paceline_vllm.cpu_experts(**rows, layer=_encode_layer_name(name))
             return
         run_kept(self, given, **rows)

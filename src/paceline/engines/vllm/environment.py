@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast, get_args
 
+from paceline.files import MOST_SETTINGS, read_plain
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy
+from paceline.text import shortened, signed_percent
 from paceline.traces.record import Recording as Content
 
 POLICY, DEVICES, PLAN = "PACELINE_POLICY", "PACELINE_DEVICES", "PACELINE_PLAN"
@@ -20,6 +23,8 @@ ACCEPT_SHARED_BUDGET = "PACELINE_ACCEPT_SHARED_BUDGET"
 FORM, FORMS = "PACELINE_FORM", ("kept_rows", "weight_zero")
 """Variable and values: how the experts of a CPU leave dropped slots out; unset: the first that was
 tried with success."""
+LADDER = "ladder.json"
+"""File of `paceline tune` beside its plan: rungs that a running server can change to."""
 OBSERVE = "mode=observe"
 """The policy that counts loads and does nothing else."""
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
@@ -61,6 +66,22 @@ class Settings:
         if self.policy is not None:
             return (self.policy,)
         return self.plan.policies if self.plan is not None else ()
+
+    def rung(self, name: str) -> tuple[tuple[CapacityPolicy, ...], str]:
+        """Return the policies of a rung of the ladder beside the plan, and what it cost.
+
+        Raises:
+            ValueError: if there is no such ladder or rung.
+
+        """
+        folder = None if self.plan is None else self.plan.folder
+        path = None if folder is None else folder / LADDER
+        if path is None or not path.exists():
+            raise ValueError(f"rung must be of a {LADDER} beside the plan, and there is none.")
+        rungs = _read_rungs(path)
+        if name not in rungs:
+            raise ValueError(f"rung must be one of {', '.join(rungs)}, got {shortened(name)}.")
+        return rungs[name]
 
     @property
     def calibration_folder(self) -> Path | None:
@@ -112,6 +133,27 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings | None:
     if settings.plan is not None and settings.plan.placements and settings.devices is not None:
         raise ValueError(f"{DEVICES}={devices} contradicts the placements of {plan}: set only one.")
     return settings
+
+
+def _read_rungs(path: Path) -> dict[str, tuple[tuple[CapacityPolicy, ...], str]]:
+    """Read the rungs of a ladder by their names.
+
+    Raises:
+        ValueError: if it can't be read.
+    """
+    try:
+        ladder = json.loads(read_plain(path, MOST_SETTINGS))
+        tokens = int(ladder["tokens"]["judge"])
+        return {
+            f"{float(rung['bound']):g}": (
+                tuple(map(CapacityPolicy.parse, rung["policies"])),
+                f"rung {float(rung['bound']):g} changed perplexity by "
+                f"{signed_percent(float(rung['change']))} on {tokens:,} tokens of its own text",
+            )
+            for rung in ladder["rungs"]
+        }
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is no ladder of paceline tune: {error}.") from None
 
 
 def _read_devices(text: str) -> int:

@@ -155,7 +155,7 @@ def paceline_check(self: Any, text: str | None) -> str | None:
 def paceline_set(self: Any, text: str | None) -> dict[str, Any]:
     """Put in force a policy that every worker accepts; return the state after it."""
     capped = self.paceline
-    capped.set_policies(capped.parse(text))
+    capped.set_policies(capped.parse(text), text)
     logger.info("paceline: policy %s", text)
     return self.paceline_describe()  # type: ignore[no-any-return]
 
