@@ -1,6 +1,11 @@
 """Factors of their own for layers, under one bound on the model's expert time: do they pay?
 
     python benchmarks/layer_factors.py --out benchmarks/results/layer_factors.json
+    python benchmarks/layer_factors.py --keep contribution --calibration .demo-build/third-0 \
+      --calibration .demo-build/third-1 --calibration .demo-build/third-2 \
+      --out benchmarks/results/layer_factors_contribution.json
+
+(benchmarks/compensation.py says how the thirds are made.)
 
 Factors are chosen as `paceline tune --bound` does, on text that the demo model was trained on (from
 `.demo-build`, as examples/calibrate_demo_model.py takes it), and judged on the held-out texts:
@@ -13,6 +18,7 @@ busiest device's rows.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,8 +41,11 @@ from calibrate_demo_model import training_texts
 
 BOUNDS = (1.0, 0.75, 0.5)
 TRIED = (0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.25, 1.6, 2.0)
-SETTINGS = ((False, True), (True, True), (False, False))
-"""Whether experts are placed, and whether dropped assignments leave their stand-ins."""
+SETTINGS = {
+    "score": ((False, True, "device"), (True, True, "device"), (False, False, "device")),
+    "contribution": ((True, True, "device"), (False, True, "device"), (False, True, "expert")),
+}
+"""Ranking -> whether experts are placed, whether drops leave their stand-ins, and the unit."""
 
 
 def mean_busiest(run: PolicyRun, when: str) -> float:
@@ -51,7 +60,8 @@ def mean_busiest(run: PolicyRun, when: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--calibration", type=Path, default=CALIBRATION_FOLDER)
+    parser.add_argument("--calibration", type=Path, action="append", help="folder; repeatable")
+    parser.add_argument("--keep", choices=list(SETTINGS), default="score")
     parser.add_argument("--sequences", type=int, default=16, help="of 256 tokens, of each text")
     parser.add_argument("--tokens", type=int, default=2048, help="of each text, for the choice")
     options = parser.parse_args()
@@ -59,29 +69,34 @@ def main() -> None:
     batches = separate(held_out(tokenizer, 256, options.sequences), 16)
     texts = training_texts(options.tokens, None)
     sampling = Sampling(options.tokens * len(texts), 8, 256)
-    calibration = Calibration.load(options.calibration)
+    folders = options.calibration or [CALIBRATION_FOLDER]
     data: dict[str, Any] = {
         "schema": "paceline-layer-factors/2",
         "model": "demo",
         "devices": DEVICES,
+        "keep": options.keep,
         "chosen_on_tokens": sampling.tokens,
         "judged_tokens": sum(batch.ids.numel() for batch in batches),
         "settings": [],
         **system_info(),
     }
-    for placed, compensate in SETTINGS:
+    for folder, (placed, compensate, unit) in itertools.product(folders, SETTINGS[options.keep]):
+        calibration = Calibration.load(folder)
         placements = calibration.plan().placements if placed else (DEVICES,)
-        base = CapacityPolicy(capacity_factor=1, compensate=compensate)
+        base = CapacityPolicy(
+            capacity_factor=1, unit=unit, compensate=compensate, keep=options.keep
+        )
         plan = Plan(placements=placements)
         with progress() as tell:
             found = measure_layers(
                 model, tokenizer, texts, base, plan=plan, calibration=calibration,
                 sampling=sampling, factors=TRIED, progress=tell,
             )  # fmt: skip
+        print(f"{folder.name}, {unit}, {'placed' if placed else 'in order'}", flush=True)
         rows = judge(model, batches, found, base, plan, calibration)
         data["settings"].append({
-            "placed": placed, "compensate": compensate, "tried": found.factors,
-            "losses": found.losses, "rows": rows,
+            "calibration": folder.name, "placed": placed, "compensate": compensate, "unit": unit,
+            "tried": found.factors, "losses": found.losses, "rows": rows,
         })  # fmt: skip
         write_text(options.out, to_json(data), private=False)
 

@@ -191,6 +191,24 @@ def test_a_run_that_was_stopped_goes_on(
     assert "exists: give another, or --force" in ran.output
 
 
+def test_an_earlier_fit_is_judged_again_without_another(
+    tuned: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.calibration.collect.fit_layer", None)  # would be called
+    out, ladder = tuned
+    ran = tune(
+        *SMALL[:-4], "--plan", out / "plan.toml", "--bound", "1", "--out", tmp_path, "--json"
+    )
+    assert ran.exit_code == 0, ran.output
+    (again,) = json.loads(ran.stdout)["rungs"]
+    (before,) = (rung for rung in ladder["rungs"] if rung["bound"] == 1)
+    assert again["policies"] == before["policies"]
+    assert again["change"] == before["change"]
+    plan = Plan.load(tmp_path / "plan.toml")
+    assert plan.placements == Plan.load(out / "plan.toml").placements
+    assert str(plan.calibration_folder().resolve()) == str(out.resolve())  # type: ignore[union-attr]
+
+
 # -- the choice ------------------------------------------------------------------------------------
 
 

@@ -34,6 +34,7 @@ from paceline.cli.tune_ladder import (
     machine_of,
     next_commands,
     read_loss,
+    relative,
     show_factors,
     show_ladder,
 )
@@ -102,9 +103,10 @@ def tune(
     nothing. Give text like that which the model will see, of every kind, in several files.
 
     A run that was stopped goes on where it was; a finished one is replaced by --force alone.
-    --only stand-ins fits alone, on all of the texts: for caps at the mean per device and per
+    With --plan, --calibration or both nothing is fitted: they are an earlier run's on the same
+    texts. --only stand-ins fits alone, on all of the texts: for caps at the mean per device and per
     expert, or for each --policy. --only factors chooses factors for --bound on all of the texts,
-    with placements and stand-ins from --plan and --calibration. Texts are cut to 65536 tokens for
+    and judges nothing. Texts are cut to 65536 tokens for
     the fit, 16384 for the factors and 36864 to judge; --tokens changes the first, and the others in
     proportion, or that of the stage which runs alone.
 
@@ -112,15 +114,17 @@ def tune(
     Examples:
       paceline tune demo --devices 8 --loss 0.3% --out tuned
       paceline tune ./my-moe --text a.txt --text b.txt --devices 8 --hardware h100 --out mine
+      paceline tune ./my-moe --text a.txt --text b.txt --plan mine/plan.toml --bound 1 --out again
       paceline tune demo --only stand-ins --text prose --text german --out fitted
       paceline tune demo --only factors --bound 0.75 --text prose --out factors
     """
-    fits = only is not Stage.factors
+    given = plan is not None or calibration is not None
+    fits = only is Stage.stand_ins or (only is None and not given)
     allowed = read_loss(loss)
     _check(out, devices, memory_gib, trace, None if only else bound)
     _check_stage(only, loss=loss, hardware=hardware, bound=bound)
-    if fits and (plan is not None or calibration is not None):
-        raise ValueError("--plan and --calibration are for --only factors.")
+    if only is Stage.stand_ins and given:
+        raise ValueError("--plan and --calibration are not for --only stand-ins.")
 
     from paceline.batches import Sampling
     from paceline.calibration.collect import FOLDER, calibrate
@@ -158,9 +162,8 @@ def tune(
     fitted = None if folder is None else Calibration.load(folder)
     parts, spans = split_texts(texts) if only is None else ({"fit": texts}, {})
     network, tokenizer = load(model, dtype.value, trust_remote_code)
-    sampling = Sampling(
-        tokens or (_FIT_TOKENS if fits else _FACTOR_TOKENS), batch_size, sequence_length
-    )
+    most = tokens or (_FACTOR_TOKENS if only is Stage.factors else _FIT_TOKENS)
+    sampling = Sampling(most, batch_size, sequence_length)
     result: dict[str, Any] = {}
     with continued_by_same_command(), writing() as write:
         if fits:
@@ -186,6 +189,8 @@ def tune(
             elif force and done:  # an earlier plan names the calibration that was replaced
                 (out / PLAN).unlink(missing_ok=True)
             folder = out
+        if base is not None and not policy and fitted is None:
+            base = base.replace(keep="score", compensate=False)
         if only is None and places is not None and base is not None:
             subject = Subject(
                 network, tokenizer, {BASELINE: None}, Plan(placements=places.placements), fitted
@@ -194,9 +199,11 @@ def tune(
                 subject, parts, sampling, base, bound=bound, loss=allowed, machine=machine, out=out
             )
             ladder.model, ladder.split = model, spans
-            ladder.tokens = {"fit": sum(fit.tokens), **ladder.tokens}
+            ladder.tokens = {"fit": sum(fitted.tokens) if fitted else 0, **ladder.tokens}
             chosen = places.replace(
-                policies=policies, calibration=".", layers=ladder.subject.layers
+                policies=policies,
+                calibration=None if folder is None else relative(folder, out),
+                layers=ladder.subject.layers,
             )
             files = {LADDER: ladder.to_json(), PAGE: ladder_page(ladder.to_dict())}
             write("out", out / PLAN, lambda: _save(chosen, out))
@@ -204,7 +211,7 @@ def tune(
                 write("out", out / name, partial(write_text, out / name, content, private=True))
             emit(ladder, json, show_ladder, fit=result, plan=str(out / PLAN))
             if not json:
-                print_lines(fit.warnings())
+                print_lines(fitted.warnings() if fitted else [])
                 next_steps = next_commands(model, out / PLAN, ladder)
                 print_end([out / name for name in (PLAN, *files)], next_steps)
             shutil.rmtree(out / STATE, ignore_errors=True)

@@ -188,6 +188,11 @@ def next_commands(model: str, plan: Path, ladder: Ladder) -> list[list[str]]:
     return [["eval", model, "--plan", str(plan)], ["serve", model, "--plan", str(plan)]]
 
 
+def relative(folder: Path, out: Path) -> str:
+    """Return a calibration's folder as a plan in another folder names it."""
+    return os.path.relpath(folder.absolute(), out.absolute())
+
+
 # -- factors alone ---------------------------------------------------------------------------------
 
 
@@ -211,7 +216,7 @@ def choose_factors(
         )
     plan = places.replace(
         policies=found.share(base),
-        calibration=None if folder is None else os.path.relpath(folder, out.absolute()),
+        calibration=None if folder is None else relative(folder, out),
         layers=len(found.names),
     )
     return found.result(base).to_dict() | {"plan": str(out / PLAN)}, plan
