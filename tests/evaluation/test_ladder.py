@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import OlmoeConfig, OlmoeForCausalLM
 from typer.testing import CliRunner
 
 from paceline import CapacityPolicy, Plan, attach
@@ -30,6 +32,7 @@ from paceline.evaluation.ladder import (
     split_texts,
 )
 from paceline.evaluation.sweep_results import CostByText
+from paceline.shipped import MODEL_FOLDER
 
 SMALL = (
     *("--text", "prose", "--text", "german", "--tokens", "2048", "--batch-size", "2"),
@@ -246,6 +249,25 @@ def test_which_rung_is_chosen(
     found, reason = choose_rung(*rungs(*costs), loss)
     assert (None if found is None else found.bound) == chosen
     assert re.search(said, reason), reason
+
+
+def test_an_untrained_model_gets_no_rung(tmp_path: Path) -> None:
+    folder, out = tmp_path / "model", tmp_path / "out"
+    config = OlmoeConfig.from_pretrained(MODEL_FOLDER, num_hidden_layers=1)
+    OlmoeForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL_FOLDER / name, folder)
+    text = tmp_path / "a.txt"
+    text.write_text(read_text("prose")[:40_000])
+    small = "--tokens", "2048", "--sequence-length", "128", "--rank", "1"
+    made = [str(folder), "--text", str(text), *small, "--devices", "4", "--out", str(out), "--json"]
+    ran = CliRunner().invoke(app, ["tune", *made])
+    assert ran.exit_code == 0, ran.output
+    ladder = json.loads(ran.stdout)
+    assert ladder["chosen"] is None
+    assert "the model looks untrained" in ladder["verdict"][0]
+    plan = Plan.load(out / "plan.toml")  # placements and stand-ins alone
+    assert (plan.policies, len(plan.placements)) == ((), 1)
 
 
 @pytest.mark.parametrize(

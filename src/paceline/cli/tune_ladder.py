@@ -93,9 +93,11 @@ def climb(
     """
     import time
 
+    from paceline.analysis.observe import constant_norms
     from paceline.evaluation.ladder import (
         BOUNDS,
         SCHEMA,
+        UNTRAINED,
         Ladder,
         choose_rung,
         judge_rungs,
@@ -119,6 +121,8 @@ def climb(
             tried, parts["judge"], drawn, machine, out, tell
         )
     chosen, reason = choose_rung(baseline, rungs, loss)
+    if bound is None and constant_norms(subject.model):
+        chosen, reason = None, UNTRAINED
     if bound is not None and loss is None:
         chosen, reason = rungs[0], "It is the bound that was asked for."
     ladder = Ladder(
@@ -138,7 +142,7 @@ def climb(
         chosen=None if chosen is None else chosen.bound,
         verdict=[],
     )
-    ladder.verdict = ladder_verdict(subject.model, ladder, chosen, reason)
+    ladder.verdict = ladder_verdict(ladder, chosen, reason)
     return ladder, () if chosen is None else policies[named(chosen.bound)]
 
 

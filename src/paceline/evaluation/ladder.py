@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from paceline.analysis.cost import LayerShape, layer_cost
 from paceline.analysis.expert_map import ExpertMap
 from paceline.analysis.hardware import Hardware
-from paceline.analysis.observe import constant_norms
 from paceline.batches import Sampling, make_batches
 from paceline.evaluation.layer_factors import Sensitivity, measure_layers
 from paceline.evaluation.perplexity import PolicyRun, change, changed_tokens, run_all
@@ -252,6 +250,12 @@ def _seconds(run: PolicyRun, plan: Plan, machine: Machine) -> float:
 # -- choice ----------------------------------------------------------------------------------------
 
 
+UNTRAINED = (
+    "Nothing is chosen: the model looks untrained, as all its normalisation weights are constants, "
+    "and what a cap costs it says nothing about a trained one."
+)
+
+
 def choose_rung(
     baseline: CostByText, rungs: Sequence[Rung], loss: float | None
 ) -> tuple[Rung | None, str]:
@@ -308,8 +312,8 @@ def _unsure(rungs: Sequence[Rung], loss: float) -> str:
     )
 
 
-def ladder_verdict(model: Any, ladder: Ladder, chosen: Rung | None, reason: str) -> list[str]:
-    """Sum a ladder up in three sentences, or more where the model looks untrained."""
+def ladder_verdict(ladder: Ladder, chosen: Rung | None, reason: str) -> list[str]:
+    """Sum a ladder up in three sentences, or the reason why no rung was chosen."""
     lines = [reason]
     if ladder.hardware is not None:
         tokens_of_batch = ladder.batch_size * ladder.sequence_length
@@ -333,8 +337,6 @@ def ladder_verdict(model: Any, ladder: Ladder, chosen: Rung | None, reason: str)
         name, most = max(chosen.by_text.items(), key=lambda item: item[1])
         if len(chosen.by_text) > 1:
             lines.append(f"{name} loses most, {signed_percent(most)}.")
-    if constant_norms(model):
-        lines.append("The model looks untrained: its figures say nothing about a trained one.")
     return lines
 
 
