@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from commands import SAMPLE, run
 
+from paceline.cli import output
 from paceline.placement import ExpertPlacement
 from paceline.plan import Plan
 from paceline.shipped import CALIBRATION_FOLDER
@@ -98,6 +99,22 @@ def test_a_device_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     link = tmp_path / "null"
     link.symlink_to(os.devnull)
     assert "it is no plain file" in refused("loads", SAMPLE, "--html", link)
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [("demo", "--out"), ("tune", "demo", "--out"), ("loads", "demo", "--html"),
+     ("loads", SAMPLE, "--html"), ("bench", "layer", "--html"),
+     ("eval", "demo", "--grid", "--out")],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_library_for_pages_is_missed_before_the_work(
+    verb: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_work(monkeypatch)
+    found = output.find_spec
+    monkeypatch.setattr(output, "find_spec", lambda name: None if name == "plotly" else found(name))
+    assert "a page needs plotly: pip install 'paceline[cli]'" in refused(*verb, tmp_path / "out")
 
 
 FILES: dict[str, tuple[tuple[str, ...], str, str]] = {

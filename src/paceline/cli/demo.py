@@ -10,6 +10,7 @@ import typer
 from paceline.cli import options
 from paceline.cli.output import (
     check_folder,
+    check_page_libraries,
     command_line,
     emit,
     guarded,
@@ -48,6 +49,7 @@ def demo(
       paceline demo --quick
     """
     check_folder(out=out)
+    check_page_libraries()
     from paceline.demo.page import holds_other_results, run_with_findings, save_demo
     from paceline.demo.settings import DemoSettings
 

@@ -15,6 +15,7 @@ from paceline.cli import options
 from paceline.cli.output import (
     check_at_least,
     check_folder,
+    check_page_libraries,
     command_line,
     continued_by_same_command,
     emit,
@@ -138,6 +139,7 @@ def evaluate(
     names = _task_names(tasks or [], suite)
     axes, ways = None, _ways(compositions, grid)
     if grid:
+        check_page_libraries()
         _refuse("can't be combined with --grid", policy=policy, tasks=tasks, suite=suite)
         if places.policies:
             raise ValueError("--grid has its own policies: give the plan as --placement.")

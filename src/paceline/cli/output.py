@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from functools import wraps
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -88,13 +89,28 @@ def check_writable(**files: Path | None) -> None:
 
     Raises:
         ValueError: naming the option and the file, and why it can't be written.
+        ImportError: if a library is missing that makes the page of --html.
     """
     from paceline.files import try_file
+
+    if files.get("html") is not None:
+        check_page_libraries()
 
     for option, file in files.items():
         if file is not None:
             with _named(option, file):
                 try_file(file)
+
+
+def check_page_libraries() -> None:
+    """Check before the work that a page can be made at its end.
+
+    Raises:
+        ImportError: naming the library that is missing, and how to install it.
+    """
+    for name in ("jinja2", "plotly"):
+        if find_spec(name) is None:
+            raise ImportError(f"a page needs {name}: pip install 'paceline[cli]'")
 
 
 def check_folder(*, parents: bool = True, **folders: Path | None) -> None:

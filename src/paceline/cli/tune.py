@@ -16,6 +16,7 @@ from paceline.cli.output import (
     check_at_least,
     check_folder,
     check_new,
+    check_page_libraries,
     continued_by_same_command,
     emit,
     guarded,
@@ -137,6 +138,8 @@ def tune(
     from paceline.reporting.pages import ladder_page
     from paceline.stand_ins.calibration_file import FILE, Calibration
 
+    if only is None:
+        check_page_libraries()
     earlier = [out / FILE] if fits else []
     if only is not Stage.stand_ins or devices is not None:
         earlier.append(out / PLAN)

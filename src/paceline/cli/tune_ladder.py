@@ -189,7 +189,7 @@ def next_commands(model: str, plan: Path, ladder: Ladder) -> list[list[str]]:
     """Return the commands to run with the plan."""
     if ladder.chosen is None:
         return []
-    return [["eval", model, "--plan", str(plan)], ["serve", model, "--plan", str(plan)]]
+    return [["serve", model, "--plan", str(plan)]]
 
 
 def relative(folder: Path, out: Path) -> str:

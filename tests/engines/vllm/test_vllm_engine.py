@@ -353,7 +353,11 @@ def test_a_plan_has_a_policy_for_each_layer(tmp_path: Path) -> None:
         calls = capped.prefill("start")["calls"]
         assert sum(calls[0]) == 2 * ceil(Fraction("0.5") * TOKENS * K / 2)
         assert sum(calls[1]) == TOKENS * K
-        assert capped.model.describe()["policy"] is None
+        found = capped.model.describe()
+        assert found["policy"] is None
+        assert found["enforced"]
+        capped.set("mode=observe")
+        assert not capped.model.describe()["enforced"]
 
 
 @pytest.mark.long

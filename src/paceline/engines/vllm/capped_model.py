@@ -235,7 +235,7 @@ class CappedModel:
             "assignments": sum(layer.assignments for layer in stats),
             "dropped": sum(layer.dropped for layer in stats),
             "dropped_computed": sum(layer.dropped_computed for layer in self.layers),
-            "enforced": one is not None and one.mode == "enforce",
+            "enforced": any(p is not None and p.mode == "enforce" for p in policies),
             "by_layer": [
                 {
                     "name": layer.name,

@@ -85,7 +85,7 @@ class PolicyState(BaseModel):
     fields: dict[str, Any] | None = Field(description="Fields of the policy.")
     policies: list[str | None] | None = Field(description="One per layer, if they differ.")
     off: bool = Field(description="Neither caps nor counts.")
-    enforced: bool
+    enforced: bool = Field(description="True if the policy of any layer drops assignments.")
     min_expert_load: float | None = Field(
         description="Mean rows per expert below which nothing is capped."
     )
