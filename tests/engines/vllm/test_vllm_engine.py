@@ -335,6 +335,34 @@ def test_with_prefix_caching_every_request_has_its_own_budget(tmp_path: Path) ->
         assert "pool=batch with prefix caching" in refused
 
 
+@pytest.mark.long
+def test_speculated_tokens_are_capped_with_the_others(tmp_path: Path) -> None:
+    """N-gram speculation: answers as without it, exact counts, few experts read for all tokens."""
+    folder = make("olmoe", tmp_path)
+    asked = [{"prompt_token_ids": prompt["prompt_token_ids"][:12] * 8} for prompt in prompts()[:6]]
+    plain = [tokens for tokens, _ in answers(capped_engine(folder).llm, 12, asked)]
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    capped = capped_engine(folder, speculative_config={**ngram, "prompt_lookup_min": 1})
+    for policy in (None, UNBOUND):
+        capped.set(policy)
+        kernel_rows.CALLS.clear()
+        assert [tokens for tokens, _ in answers(capped.llm, 12, asked)] == plain
+    # tokens that were speculated ran beside the others in one step
+    assert max(map(sum, kernel_rows.CALLS[2:])) > len(asked) * K
+    layers = len(capped.model.layers)
+    for policy in ("capacity_factor=1.0,min_expert_load=0", "max_active=1"):
+        capped.set(policy)
+        before = capped.model.describe()
+        kernel_rows.CALLS.clear()
+        answers(capped.llm, 12, asked)
+        after = capped.model.describe()
+        dropped, offered = (after[n] - before[n] for n in ("dropped", "assignments"))
+        assert 0 < dropped == offered - kernel_rows.rows()
+        for rows in kernel_rows.CALLS[layers:]:
+            used = rows_by_device([int(n > 0) for n in rows])
+            assert policy != "max_active=1" or max(used) == 1
+
+
 def test_a_dense_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"paceline: .* has no MoE layer"):
         capped_engine(make("qwen3", tmp_path))
