@@ -235,7 +235,7 @@ def rungs(*costs: tuple[float, float, float]) -> tuple[CostByText, list[Rung]]:
         # below the bound, but not for sure
         ([(1.25, 0.001, 1e-4), (1.0, 0.002, 7e-4), (0.5, 0.02, 1e-3)], 0.003, 1.25, "for sure"),
         ([(1.25, 0.001, 2e-3)], 0.002, None, "Too little text to tell: .* about 10.8 times"),
-        ([(1.25, 0.02, 1e-3), (1.0, 0.04, 1e-3)], 0.003, None, "loses least, 1.25, loses"),
+        ([(1.25, 0.02, 1e-3), (1.0, 0.04, 1e-3)], 0.003, None, "costs least, 1.25, costs"),
         ([(1.59, 0.0, 1e-3), (1.58, 0.0, 1e-3)], 0.003, None, "no rung gains 2%"),
         ([(1.25, 0.001, 1e-4), (1.0, 0.002, 5e-4), (0.5, 0.1, 1e-3)], None, 1.0, "the knee"),
         ([(1.5, 0.05, 1e-4), (1.4, 0.06, 5e-4), (1.3, 0.07, 1e-3)], None, None, "loses more than"),

@@ -285,7 +285,7 @@ def choose_rung(
             best = min(sure, key=lambda rung: rung.bound)
             return (
                 best,
-                f"It is the tightest rung that loses less than {percent(loss, 2)} for sure.",
+                f"It is the tightest rung that loses less than {100 * loss:g}% for sure.",
             )
         return None, _unsure(paying, loss)
     losses = np.array([max(rung.change, 0.0) for rung in rungs])
@@ -301,14 +301,14 @@ def _unsure(rungs: Sequence[Rung], loss: float) -> str:
     near = min(rungs, key=lambda rung: rung.change)
     if near.change >= loss or near.standard_error is None:
         return (
-            f"Nothing is chosen: the rung that loses least, {named(near.bound)}, loses "
-            f"{signed_percent(near.change)}, and {percent(loss, 2)} was allowed."
+            f"Nothing is chosen: the rung that costs least, {named(near.bound)}, costs "
+            f"{signed_percent(near.change)}, and {100 * loss:g}% was allowed."
         )
     more = (SURE * near.standard_error / (loss - near.change)) ** 2
     return (
-        f"Too little text to tell: rung {named(near.bound)} loses {signed_percent(near.change)} ± "
+        f"Too little text to tell: rung {named(near.bound)} costs {signed_percent(near.change)} ± "
         f"{percent(near.standard_error, 2)}; about {more:.1f} times the text to judge on would "
-        f"show if that is below {percent(loss, 2)}."
+        f"show if that is below {100 * loss:g}%."
     )
 
 

@@ -33,9 +33,9 @@ from vllm_models import FAMILIES, dtype_of, make
 
 from paceline import CapacityPolicy
 from paceline.engines.sharing import SharedBudgetWarning
-from paceline.engines.vllm.capped_model import OWN_BUDGETS, check_settings
+from paceline.engines.vllm.capped_model import OWN_BUDGETS
 from paceline.engines.vllm.cpu_experts import TrialFailed, try_experts
-from paceline.engines.vllm.runners import out_of_reach
+from paceline.engines.vllm.runners import check_settings, out_of_reach
 from paceline.plan import Plan
 
 TOKENS = sum(LENGTHS)

@@ -10,22 +10,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm import envs
 from vllm.platforms import current_platform
 
 from paceline.engines.rules import with_default_pool
-from paceline.engines.sharing import shares_budget, warn_of_shared_cache
+from paceline.engines.sharing import warn_of_shared_cache
 from paceline.engines.vllm.accelerator import DeviceCap
 from paceline.engines.vllm.capped_layer import CappedLayer, Ranks, Watcher
 from paceline.engines.vllm.cpu_experts import TrialFailed, patch_experts, try_experts
 from paceline.engines.vllm.environment import (
-    ACCEPT_SHARED_BUDGET,
     CALIBRATION,
     FORM,
     FORMS,
     Settings,
 )
-from paceline.engines.vllm.runners import cost_of, moe_runners, placement_of, slots_for
+from paceline.engines.vllm.runners import (
+    check_settings,
+    cost_of,
+    moe_runners,
+    placement_of,
+    slots_for,
+)
 from paceline.engines.vllm.stand_ins import load_stand_ins
 from paceline.facts import NO_FACTS, Facts
 from paceline.policy import CapacityPolicy
@@ -371,39 +375,3 @@ def _try(kernel: Any, routed: Any, name: str, k: int) -> None:
             f"{type(kernel).__name__} failed ({error}). {FORM}={FORMS[1]} computes dropped slots "
             "with weight 0, which saves nothing."
         ) from error
-
-
-def check_settings(config: Any, policies: Sequence[CapacityPolicy], accepted: bool) -> None:
-    """Refuse settings of vLLM that contradict a policy of a layer.
-
-    Args:
-        accepted: True if users of a batch may affect each other.
-
-    Raises:
-        ValueError: naming the setting and what is allowed.
-    """
-    if not any(policy.caps for policy in policies):
-        return
-    if envs.VLLM_BATCH_INVARIANT:
-        raise ValueError(
-            "VLLM_BATCH_INVARIANT=1 contradicts a cap, which depends on the batch: unset one."
-        )
-    if config.aux_output_config.enable_return_routed_experts:
-        raise ValueError(
-            "enable_return_routed_experts returns the experts before the cap: use one of the two."
-        )
-    shared = next((policy for policy in policies if shares_budget(policy)), None)
-    if shared is not None and config.cache_config.enable_prefix_caching and not accepted:
-        raise ValueError(
-            f"pool={shared.pool} with prefix caching lets one user's batch change what another "
-            "reads from the cache: say pool=request, --no-enable-prefix-caching, or accept it "
-            f"with --accept-shared-budget ({ACCEPT_SHARED_BUDGET}=1)."
-        )
-    for policy in policies:
-        if config.parallel_config.enable_dbo and (
-            policy.pool == "request" or policy.phase == "prefill" or policy.protect_first
-        ):
-            raise ValueError(
-                f"policy {policy} needs to know the requests, which --enable-dbo splits: use one "
-                "of the two."
-            )

@@ -1,17 +1,20 @@
-"""vLLM's MoE layers ("runners"): which can be capped, where their experts live, how many slots."""
+"""vLLM's MoE layers ("runners"): which can be capped, where experts live, what settings forbid."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from vllm import envs
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsModular
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.platforms import current_platform
 
+from paceline.engines.sharing import shares_budget
 from paceline.engines.vllm.cpu_experts import ExpertCost
-from paceline.engines.vllm.environment import DEVICES, Settings
+from paceline.engines.vllm.environment import ACCEPT_SHARED_BUDGET, DEVICES, Settings
 from paceline.engines.vllm.routers import is_capped
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
@@ -145,3 +148,39 @@ def slots_of(runner: Any, settings: Settings) -> int:
         units = placement or ExpertPlacement.per_expert(runner.router.global_num_experts)
         slots = max(slots, slots_for(policy, units, runner.router.top_k))
     return slots
+
+
+def check_settings(config: Any, policies: Sequence[CapacityPolicy], accepted: bool) -> None:
+    """Refuse settings of vLLM that contradict a policy of a layer.
+
+    Args:
+        accepted: True if users of a batch may affect each other.
+
+    Raises:
+        ValueError: naming the setting and what is allowed.
+    """
+    if not any(policy.caps for policy in policies):
+        return
+    if envs.VLLM_BATCH_INVARIANT:
+        raise ValueError(
+            "VLLM_BATCH_INVARIANT=1 contradicts a cap, which depends on the batch: unset one."
+        )
+    if config.aux_output_config.enable_return_routed_experts:
+        raise ValueError(
+            "enable_return_routed_experts returns the experts before the cap: use one of the two."
+        )
+    shared = next((policy for policy in policies if shares_budget(policy)), None)
+    if shared is not None and config.cache_config.enable_prefix_caching and not accepted:
+        raise ValueError(
+            f"pool={shared.pool} with prefix caching lets one user's batch change what another "
+            "reads from the cache: say pool=request, --no-enable-prefix-caching, or accept it "
+            f"with --accept-shared-budget ({ACCEPT_SHARED_BUDGET}=1)."
+        )
+    for policy in policies:
+        if config.parallel_config.enable_dbo and (
+            policy.pool == "request" or policy.phase == "prefill" or policy.protect_first
+        ):
+            raise ValueError(
+                f"policy {policy} needs to know the requests, which --enable-dbo splits: use one "
+                "of the two."
+            )
