@@ -27,6 +27,10 @@ class Worker:
     def _wanted(self, text: str | None) -> CapacityPolicy | None:
         if text == "start":
             return self.start
+        if text is not None and text.startswith("rung "):
+            if text != "rung 0.75":
+                raise PolicyError("rung must be 0.75.")
+            return CapacityPolicy(capacity_factor=0.75)
         return None if text is None else CapacityPolicy.parse(text)
 
     def paceline_check(self, text: str | None) -> str | None:
@@ -55,6 +59,7 @@ class Worker:
             "min_expert_load": None if one is None else 8.0,
             "forwards": 2, "capped_forwards": 1, "assignments": 12, "dropped": 3,
             "dropped_computed": 0, "enforced": one is not None and one.mode == "enforce",
+            "note": None, "kernels": {"CPUUnquantizedExperts": "one row per kept slot"},
             "by_layer": [layer],
         }  # fmt: skip
 

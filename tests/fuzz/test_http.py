@@ -49,6 +49,7 @@ def test_the_description_names_all_that_a_worker_says() -> None:
     [
         b"", b"[]", b"{}", b"null", b'{"policy": 1}', b'{"policy": " "}', b'{"policy": null}',
         b'{"policy": ["a"]}', b'{"policy": "mode=observe", "b": 1}', b"[" * 60_000,
+        b'{"rung": 1}', b'{"rung": "1", "policy": "start"}', b'{"rung": "1", "keep_cache": 1}',
         b'{"policy":' * 6000, b"\xff", b'{"policy": "capacity_factor=0"}', b'{"policy": "\\ud800"}',
         b'{"policy": "seed=' + b"9" * 5000 + b'"}', b'{"policy": "capacity_factor=NaN"}',
     ],
@@ -134,3 +135,10 @@ def test_a_policy_is_followed_by_all() -> None:
     assert client.emptied == 1
     assert call(served, "DELETE", PATH)[1]["off"]
     assert call(served, "POST", PATH, b'{"policy": "start"}')[1]["policy"] == "capacity_factor=1.25"
+    emptied = client.emptied
+    for body, more in ((b'{"rung": "0.75"}', 1), (b'{"rung": "0.75", "keep_cache": true}', 0)):
+        status, answer = call(served, "POST", PATH, body)
+        assert (status, answer["policy"]) == (200, "capacity_factor=0.75")
+        emptied += more
+        assert client.emptied == emptied
+    assert call(served, "POST", PATH, b'{"rung": "2"}') == (400, {"error": "rung must be 0.75."})

@@ -41,7 +41,10 @@ _SMALLEST = 1e-12  # of the largest energy of a direction; below it, it is noise
 
 _ROUNDING = 1e-14  # relative error of a mean: smaller differences are rounding
 
-_ITERATIONS, _SPARE = 4, 16  # of the subspace; its fewest directions beyond the rank
+ITERATIONS = 4
+"""Iterations of the subspace; half of them tell ridges apart."""
+
+_SPARE = 16  # fewest directions beyond the rank
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +175,7 @@ class StandInFit:
         return self.bias + (x - self.mean) @ self.down.T @ self.up.T
 
 
-def fit(moments: Moments, rank: int, ridge: float) -> StandInFit:
+def fit(moments: Moments, rank: int, ridge: float, iterations: int = ITERATIONS) -> StandInFit:
     """Fit the stand-in of at most this rank.
 
     Args:
@@ -180,6 +183,7 @@ def fit(moments: Moments, rank: int, ridge: float) -> StandInFit:
         rank: at most; smaller with few rows: one per `ROWS_PER_RANK` rows, and 0, no stand-in,
             with fewer than that.
         ridge: penalty, relative to the mean variance of an input.
+        iterations: of the subspace.
 
     Raises:
         ValueError: if the rank isn't a whole number >= 1, or the ridge not positive.
@@ -198,17 +202,22 @@ def fit(moments: Moments, rank: int, ridge: float) -> StandInFit:
     penalized = moments.xx.clone()
     penalized.diagonal().add_(ridge * float(moments.xx.trace()) / hidden)
     factor = torch.linalg.cholesky(penalized)
+    # iterations correct each other: for large sizes they run in float32, the last product exactly
+    rough = torch.float32 if hidden > EXACT else torch.float64
+    rough_xy, rough_factor = moments.xy.to(rough), factor.to(rough)
 
-    def explained(directions: Tensor) -> Tensor:
+    def explained(directions: Tensor, xy: Tensor, factor: Tensor) -> Tensor:
         """Multiply by xy' (xx + penalty)^-1 xy, with the outputs' directions as eigenvectors."""
-        return moments.xy.T @ torch.cholesky_solve(moments.xy @ directions, factor)
+        return xy.T @ torch.cholesky_solve(xy @ directions, factor)
 
     random = torch.Generator().manual_seed(0)
     width = min(hidden, max(2 * rank, rank + _SPARE))
-    block = torch.randn(hidden, width, generator=random, dtype=torch.float64).to(moments.xx)
-    for _ in range(_ITERATIONS):
-        block = torch.linalg.qr(explained(block)).Q
-    energy, turn = torch.linalg.eigh(block.T @ explained(block))
+    block = torch.randn(hidden, width, generator=random, dtype=torch.float64).to(rough_xy)
+    for _ in range(iterations):
+        block = torch.linalg.qr(explained(block, rough_xy, rough_factor)).Q
+    if rough is torch.float32:
+        block = torch.linalg.qr(block.double()).Q
+    energy, turn = torch.linalg.eigh(block.T @ explained(block, moments.xy, factor))
     floor = max(float(energy[-1]) * _SMALLEST, _floor(moments.bias, moments.weight, moments.yy))
     up = block @ turn[:, -rank:][:, energy[-rank:] > floor]
     if up.shape[1] == 0:  # equal outputs depend on nothing

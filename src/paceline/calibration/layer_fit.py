@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from paceline.analysis.placement_search import PIECE_TOKENS, Shape, search_map
-from paceline.calibration.fit import Moments, StandInFit, fit, fit_log, merged, no_stand_in
+from paceline.calibration.fit import (
+    ITERATIONS,
+    Moments,
+    StandInFit,
+    fit,
+    fit_log,
+    merged,
+    no_stand_in,
+)
 from paceline.calibration.rows import CAPS, ExpertRows, Rows, drop_weights
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
@@ -25,6 +33,9 @@ DEVICES = 8
 
 FOLDS = 4
 """Parts that are left out in turn: whole texts, or parts of the only text."""
+
+ROUGH_ROWS = 2048
+"""Rows of an expert that the first of its fits sees, at most: it only guesses what caps drop."""
 
 TIMES = 2
 """Fits per expert: the second one weighs rows by the caps' drops, which the first one predicts."""
@@ -115,12 +126,12 @@ def _expected(rows: Rows, rank: int, ridge: float, step: Callable[[], None]) -> 
     """Estimate the norm of output minus stand-in per assignment: [rows, k]."""
     expected = torch.zeros(rows.ids.shape)
     for expert in range(rows.layer.num_experts):
-        seen = rows.of(expert)
+        seen = rows.of(expert, ROUGH_ROWS)
         whole = Moments.of(seen.x, seen.y, seen.weight)
         left = _left(seen, fit(whole, rank, ridge)).norm(dim=1)
         constant, slope = fit_log(whole, seen.x, left, seen.weight)
-        chosen = rows.ids == expert
-        norms = (constant + (seen.x.float() - whole.mean.float()) @ slope.float()).exp()
+        chosen, x = rows.ids == expert, rows.inputs(expert).float()
+        norms = (constant + (x - whole.mean.float()) @ slope.float()).exp()
         own = torch.zeros(len(chosen)).masked_scatter(chosen.any(1), norms)
         expected = torch.where(chosen, own.unsqueeze(1), expected)
         step()
@@ -136,7 +147,8 @@ def _best_ridge(rows: Rows, rank: int) -> float:
         for out, rest in _each_left_out(_moments(seen)):
             these = _rows_of(seen, out)
             for index, ridge in enumerate(RIDGES):
-                left[index] += _by_text(_left(these, fit(rest, rank, ridge)), these, 1 << 16).sum()
+                found = fit(rest, rank, ridge, ITERATIONS // 2)
+                left[index] += _by_text(_left(these, found), these, 1 << 16).sum()
     return RIDGES[int(left.argmin())]
 
 

@@ -100,10 +100,17 @@ class Rows:
         self.hidden = hidden.shape[1]
         self._zero_experts = bool((ids >= layer.num_experts).any())
 
-    def of(self, expert: int) -> ExpertRows:
-        """Return the rows that were routed to an expert."""
+    def inputs(self, expert: int) -> Tensor:
+        """Return the inputs of the rows that were routed to an expert."""
+        return self._hidden[(self.ids == expert).any(1)]
+
+    def of(self, expert: int, most: int | None = None) -> ExpertRows:
+        """Return the rows that were routed to an expert, at most so many, evenly spread."""
         chosen = self.ids == expert
         rows = chosen.any(1)
+        if most is not None and (count := int(rows.sum())) > most:
+            some = rows.nonzero().flatten()[torch.arange(most) * count // most]
+            rows = torch.zeros_like(rows).index_fill(0, some, True)
         x = self._hidden[rows]
         weight = torch.where(chosen[rows], self.weight[rows], 0).amax(1)
         return ExpertRows(x, self._outputs(x, expert), self.text[rows], self._part[rows], weight)

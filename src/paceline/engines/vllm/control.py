@@ -245,7 +245,8 @@ def _sentence(error: RequestValidationError) -> str:
     """Return the first error of a body without quoting the body."""
     first = error.errors()[0]
     field = ".".join(str(part)[:40] for part in first["loc"][1:] if isinstance(part, str))
-    return f"{field or 'The body'}: {first['msg']}; {_ALLOWED}"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{field or 'The body'}: {message}; {_ALLOWED}"
 
 
 async def _read_bounded(request: Request) -> Callable[[], Awaitable[dict[str, Any]]]:
