@@ -19,7 +19,7 @@ from paceline.batches import Sampling
 from paceline.calibration.collect import calibrate
 from paceline.cli.output import progress
 from paceline.cli.sources import load
-from paceline.cli.tune import PLAN
+from paceline.cli.tune_ladder import PLAN
 from paceline.demo.settings import DEVICES
 
 ROOT = Path(__file__).resolve().parent.parent
