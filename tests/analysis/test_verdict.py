@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -121,11 +122,15 @@ def _random_trace(tokens: int, skew: float, seed: int) -> Trace:
     return Trace(header, [chunk], "made up")
 
 
-@given(st.integers(1, 2000), st.integers(0, 1000))
-def test_balanced_routing_is_no_straggler(tokens: int, seed: int) -> None:
-    lines = trace_verdict(trace_loads(_random_trace(tokens, 0.0, seed), 4))
-    named = any("Too little traffic" in line or "Most of that is chance" in line for line in lines)
-    assert named or "little to gain" in lines[0]
+@pytest.mark.parametrize("tokens", [1, 20, 100, 334, 800, 2000])
+def test_balanced_routing_is_no_straggler(tokens: int) -> None:
+    def lines(seed: int) -> list[str]:
+        return trace_verdict(trace_loads(_random_trace(tokens, 0.0, seed), 4))
+
+    said = ("Too little traffic", "Most of that is chance", "little to gain")
+    # a bound on chance itself has exceptions: a twentieth, not one seed in all
+    named = [any(part in " ".join(lines(seed)) for part in said) for seed in range(40)]
+    assert sum(named) >= 38
 
 
 @given(st.integers(800, 2000), st.integers(0, 1000))

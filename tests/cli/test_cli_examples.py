@@ -116,6 +116,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
                "num_local_experts": 32, "num_experts_per_tok": 4}  # fmt: skip
     for name, sizes in {"v2lite": v2lite, "gpt_oss": gpt_oss}.items():
         (folder / f"{name}.json").write_text(json.dumps(sizes), encoding="utf-8")
+    for name in ("monday", "tuesday", "wednesday"):
+        counts = json.dumps({"logical_count": [[40, 80, 60, 20], [12, 90, 48, 50]]})
+        (folder / f"{name}.json").write_text(counts, encoding="utf-8")
     save_hardware(PRESETS["h20"], folder / "here.json", {})
     return folder
 
