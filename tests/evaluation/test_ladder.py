@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shutil
@@ -29,6 +30,7 @@ from paceline.evaluation.ladder import (
     SURE,
     Rung,
     choose_rung,
+    gains_of,
     split_texts,
 )
 from paceline.evaluation.sweep_results import CostByText
@@ -157,31 +159,33 @@ def test_a_run_that_was_stopped_goes_on(
     tuned: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped while the rungs are judged; then nothing is computed again, and all is the same."""
-    judge, calls = perplexity._judge, 0
+    judge, calls = perplexity.at_once, 0
     monkeypatch.chdir(tmp_path)
     save_hardware(ROWS, Path("rows.json"))
 
-    def stopped(model: Any, batch: Any) -> Any:
+    @functools.wraps(judge)
+    def stopped(pace: Any, model: Any, batch: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 20:
             raise KeyboardInterrupt
-        return judge(model, batch)
+        return judge(pace, model, batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(perplexity, "_judge", stopped)
+        patch.setattr(perplexity, "at_once", stopped)
         ran = tune(*SMALL, *TIGHTEST, "--out", tmp_path / "out", "--json")
     assert ran.exit_code == 130
     assert "the same command goes on" in ran.stderr
     assert not (tmp_path / "out" / "plan.toml").exists()
     left = 0
 
-    def counted(model: Any, batch: Any) -> Any:
+    @functools.wraps(judge)
+    def counted(pace: Any, model: Any, batch: Any) -> Any:
         nonlocal left
         left += 1
-        return judge(model, batch)
+        return judge(pace, model, batch)
 
-    monkeypatch.setattr(perplexity, "_judge", counted)
+    monkeypatch.setattr(perplexity, "at_once", counted)
     assert (tmp_path / "out" / "unfinished").exists()
     ran = tune(*SMALL, *TIGHTEST, "--out", tmp_path / "out", "--json")
     assert ran.exit_code == 0, ran.output
@@ -246,7 +250,8 @@ def test_which_rung_is_chosen(
 ) -> None:
     import re
 
-    found, reason = choose_rung(*rungs(*costs), loss)
+    baseline, made = rungs(*costs)
+    found, reason = choose_rung(made, gains_of(baseline, made), loss, "balanced")
     assert (None if found is None else found.bound) == chosen
     assert re.search(said, reason), reason
 
@@ -279,6 +284,11 @@ def test_an_untrained_model_gets_no_rung(tmp_path: Path) -> None:
         (["--policy", "capacity_factor=1"], "--policy capacity_factor=1 must have no factor"),
         (["--hardware", "nonsense"], "nonsense"),
         (["--bound", "0.1"], "--bound must be 0.2 to 2.2, got 0.1"),
+        (["--decode", "--policy", "pool=request"], 'pool must be "batch" or "source"'),
+        (["--decode", "--devices", "32"], "got 32 devices for 32 experts"),
+        (["--decode", "--only", "factors", "--bound", "1"], "--decode is not for --only factors"),
+        (["--plan", "plan.toml", "--only", "placement"], "--plan is not for --only placement"),
+        (["--trace", "sample:esft_v2lite_law"], "--trace must be of 4 layers of 32 experts, got"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments: list[str], said: str, tmp_path: Path) -> None:

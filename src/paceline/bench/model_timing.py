@@ -9,7 +9,6 @@ the slowest is subtracted. The gain is set beside Amdahl's bound, from the share
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from paceline.bench.comparison import Compared
 from paceline.bench.emulated import Experts, Played, play
 from paceline.bench.timing import Spread, ratios, share_of, spread, turns
 from paceline.engines.transformers import attach
+from paceline.engines.transformers.tokens.arguments import cache_name
 from paceline.placement import ExpertPlacement
 
 
@@ -76,8 +76,7 @@ def serve(
     model: Any, prompt: Tensor, new_tokens: int, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[float, float]:
     """Decode [batch, length] prompts greedily: seconds to the first token, and of the rest."""
-    # renamed in Transformers 5.2x
-    cache = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    cache = cache_name(model.forward)
     start = clock()
     with torch.no_grad():
         out = model(input_ids=prompt, use_cache=True, logits_to_keep=1)

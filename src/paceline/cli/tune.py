@@ -25,15 +25,24 @@ from paceline.cli.output import (
     progress,
     writing,
 )
-from paceline.cli.sources import folder_of, load, plan_from_options, read_texts, with_devices
+from paceline.cli.sources import (
+    folder_of,
+    load,
+    plan_from_options,
+    read_texts,
+    read_trace,
+    with_devices,
+)
 from paceline.cli.tune_ladder import (
     LADDER,
     PAGE,
     PLAN,
+    check_model,
     choose_factors,
     climb,
     machine_of,
     next_commands,
+    place_experts,
     read_loss,
     relative,
     show_factors,
@@ -46,6 +55,7 @@ if TYPE_CHECKING:
     from paceline.plan import Plan
     from paceline.policy import CapacityPolicy
     from paceline.stand_ins.calibration_file import Calibration
+    from paceline.traces import Trace
 
 _FIT_TOKENS, _FACTOR_TOKENS = 65536, 16384
 
@@ -53,6 +63,7 @@ _FIT_TOKENS, _FACTOR_TOKENS = 65536, 16384
 class Stage(str, Enum):
     """Choices of --only."""
 
+    placement = "placement"
     stand_ins = "stand-ins"
     factors = "factors"
 
@@ -76,6 +87,9 @@ def tune(
     hardware: options.Hardware = None,
     policy: options.Policies = None,
     only: Annotated[Stage | None, typer.Option(help="Run one stage alone.")] = None,
+    decode: Annotated[
+        bool, typer.Option("--decode", help="Choose max_active for decode steps too.")
+    ] = False,
     rank: Annotated[int, typer.Option(help="Rank of an expert's stand-in, at most.")] = 16,
     trace: Annotated[
         str | None,
@@ -105,17 +119,20 @@ def tune(
 
     A run that was stopped goes on where it was; a finished one is replaced by --force alone.
     With --plan, --calibration or both nothing is fitted: they are an earlier run's on the same
-    texts. --only stand-ins fits alone, on all of the texts: for caps at the mean per device and per
-    expert, or for each --policy. --only factors chooses factors for --bound on all of the texts,
-    and judges nothing. Texts are cut to 65536 tokens for
-    the fit, 16384 for the factors and 36864 to judge; --tokens changes the first, and the others in
-    proportion, or that of the stage which runs alone.
+    texts. --decode adds a ladder of max_active, judged on steps in which a batch decodes together.
+
+    --only placement places experts by the texts or the trace. --only stand-ins fits alone, on
+    all of the texts: for caps at the mean per device and per expert, or for each --policy. --only
+    factors chooses factors for --bound on all of the texts. None of these judges anything. Texts
+    are cut to 65536 tokens for the fit, 16384 for the factors and 36864 to judge; --tokens changes
+    the first, and the others in proportion, or that of the stage which runs alone.
 
     \b
     Examples:
       paceline tune demo --devices 8 --loss 0.3% --out tuned
       paceline tune ./my-moe --text a.txt --text b.txt --devices 8 --hardware h100 --out mine
       paceline tune ./my-moe --text a.txt --text b.txt --plan mine/plan.toml --bound 1 --out again
+      paceline tune ./my-moe --text a.txt --devices 8 --only placement --out placed
       paceline tune demo --only stand-ins --text prose --text german --out fitted
       paceline tune demo --only factors --bound 0.75 --text prose --out factors
     """
@@ -123,13 +140,17 @@ def tune(
     fits = only is Stage.stand_ins or (only is None and not given)
     allowed = read_loss(loss)
     _check(out, devices, memory_gib, trace, None if only else bound)
-    _check_stage(only, loss=loss, hardware=hardware, bound=bound)
-    if only is Stage.stand_ins and given:
-        raise ValueError("--plan and --calibration are not for --only stand-ins.")
+    _check_stage(
+        only, loss=loss, hardware=hardware, bound=bound, decode=decode or None, plan=plan,
+        calibration=calibration, policy=policy,
+    )  # fmt: skip
+    if only is Stage.placement and devices is None:
+        raise ValueError("--only placement needs --devices, on which experts are to be placed.")
 
-    from paceline.batches import Sampling
+    from paceline.batches import Sampling, make_batches
     from paceline.calibration.collect import FOLDER, calibrate
     from paceline.calibration.rows import CAPS
+    from paceline.calibration.scripts import scripts_left_out
     from paceline.demo.assets import domains
     from paceline.evaluation.ladder import split_texts
     from paceline.evaluation.subject import BASELINE, STATE, Subject
@@ -157,7 +178,10 @@ def tune(
             check_new(force, out=path)
 
     caps = _caps(policy or []) if only is Stage.stand_ins else []
-    base = None if only is Stage.stand_ins else _base(policy or [], bound, only)
+    base = _base(policy or [], bound, only) if only in (None, Stage.factors) else None
+    if decode and base is not None:
+        base.replace(max_active=1)  # refused before the work
+    traffic = None if trace is None else read_trace(trace)
     places = None if fits else with_devices(plan_from_options(devices, None, plan))
     texts = read_texts(text or (domains() if model == DEMO else []), model)
     machine = None if hardware is None else machine_of(hardware, folder_of(model))
@@ -167,6 +191,11 @@ def tune(
     network, tokenizer = load(model, dtype.value, trust_remote_code)
     most = tokens or (_FACTOR_TOKENS if only is Stage.factors else _FIT_TOKENS)
     sampling = Sampling(most, batch_size, sequence_length)
+    check_model(network, traffic, devices, decode)
+    if only is Stage.placement and devices is not None:
+        drawn = None if traffic else make_batches(tokenizer, texts, sampling)[0]
+        place_experts(network, model, traffic, drawn, devices, out, json)
+        return
     result: dict[str, Any] = {}
     with continued_by_same_command(), writing() as write:
         if fits:
@@ -184,7 +213,7 @@ def tune(
                     started=started,
                     progress=tell,
                 )
-            places = placed = _placed(fit, trace, devices)
+            places = placed = _placed(fit, traffic, devices)
             done = write("out", out / FILE, lambda: fit.save(out))
             result = _fit_result(fit, out / FILE, None if devices is None else out / PLAN)
             if devices is not None and only is not None:
@@ -199,8 +228,9 @@ def tune(
                 network, tokenizer, {BASELINE: None}, Plan(placements=places.placements), fitted
             )
             ladder, policies = climb(
-                subject, parts, sampling, base, bound=bound, loss=allowed, machine=machine, out=out
-            )
+                subject, parts, sampling, base, bound=bound, loss=allowed, machine=machine,
+                decode=decode, out=out,
+            )  # fmt: skip
             ladder.model, ladder.split = model, spans
             ladder.tokens = {"fit": sum(fitted.tokens) if fitted else 0, **ladder.tokens}
             chosen = places.replace(
@@ -212,9 +242,11 @@ def tune(
             write("out", out / PLAN, lambda: _save(chosen, out))
             for name, content in files.items():
                 write("out", out / name, partial(write_text, out / name, content, private=True))
-            emit(ladder, json, show_ladder, fit=result, plan=str(out / PLAN))
+            notes = fitted.warnings() if fitted else []
+            notes += filter(None, [scripts_left_out(tokenizer, texts.values())])
+            emit(ladder, json, show_ladder, fit=result, plan=str(out / PLAN), notes=notes)
             if not json:
-                print_lines(fitted.warnings() if fitted else [])
+                print_lines(notes)
                 next_steps = next_commands(model, out / PLAN, ladder)
                 print_end([out / name for name in (PLAN, *files)], next_steps)
             shutil.rmtree(out / STATE, ignore_errors=True)
@@ -239,7 +271,12 @@ def _save(plan: Plan, out: Path) -> None:
 
 def _check_stage(only: Stage | None, **options: Any) -> None:
     """Refuse options that a single stage doesn't have."""
-    alone = {Stage.factors: ("loss", "hardware"), Stage.stand_ins: ("loss", "hardware", "bound")}
+    ladder, given = ("loss", "hardware", "decode"), ("plan", "calibration")
+    alone = {
+        Stage.placement: (*ladder, *given, "bound", "policy"),
+        Stage.stand_ins: (*ladder, *given, "bound"),
+        Stage.factors: ladder,
+    }
     for name in () if only is None else alone[only]:
         if only is not None and options[name] is not None:
             raise ValueError(f"--{name} is not for --only {only.value}.")
@@ -280,21 +317,14 @@ def _caps(texts: list[str]) -> list[CapacityPolicy]:
     return caps
 
 
-def _placed(found: Calibration, trace: str | None, devices: int | None) -> Plan:
+def _placed(found: Calibration, traffic: Trace | None, devices: int | None) -> Plan:
     """Return a plan with the calibration and its placements, or those of a trace's traffic."""
     plan = found.plan(".")
-    if trace is None or devices is None:
+    if traffic is None or devices is None:
         return with_devices(plan)
     from paceline.analysis.placing import PlacementSpec, place
-    from paceline.traces import open_trace
 
-    maps, _ = place(open_trace(trace), PlacementSpec(devices))
-    experts = [len(layer.experts) for layer in found.layers]
-    if [layer.num_experts for layer in maps] != experts:
-        raise ValueError(
-            f"--trace {trace} is of {len(maps)} layers of {maps[0].num_experts} experts: the model "
-            f"has {len(experts)} of {experts[0]}."
-        )
+    maps, _ = place(traffic, PlacementSpec(devices))
     return plan.replace(placements=tuple(layer.placement for layer in maps))
 
 

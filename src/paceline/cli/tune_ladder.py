@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.output import (
     command_line,
+    emit,
     print_end,
     print_lines,
     print_table,
@@ -18,12 +19,13 @@ from paceline.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from paceline.batches import Sampling
-    from paceline.evaluation.ladder import Ladder, Machine
+    from paceline.batches import Batch, Sampling
+    from paceline.evaluation.ladder import Ladder, Machine, Rung
     from paceline.evaluation.subject import Subject
     from paceline.plan import Plan
     from paceline.policy import CapacityPolicy
     from paceline.stand_ins.calibration_file import Calibration
+    from paceline.traces import Trace
 
 PLAN = "plan.toml"
 """In the folder that is written: placements, policies by layer and the calibration's folder."""
@@ -65,6 +67,57 @@ def machine_of(hardware: str, folder: Path) -> Machine:
     return Machine(hardware_of(hardware), layer_shape(folder / "config.json"))
 
 
+def check_model(network: Any, traffic: Trace | None, devices: int | None, decode: bool) -> None:
+    """Refuse, before any work, what a model's layers can't be tuned with.
+
+    Raises:
+        ValueError: if the trace is of another shape, or devices have one expert each.
+    """
+    from paceline.cli.sources import DEVICES
+    from paceline.engines.transformers import attach
+
+    with attach(network) as pace:
+        experts = [len(layer.expert_loads_before) for layer in pace.stats().layers]
+    if decode and max(experts) <= (devices or DEVICES):
+        raise ValueError(
+            f"--decode needs devices with several experts, got {devices or DEVICES} devices for "
+            f"{max(experts)} experts."
+        )
+    if traffic is None:
+        return
+    found = [layer.experts for layer in traffic.header.layers]
+    if found != experts:
+        raise ValueError(
+            f"--trace must be of {len(experts)} layers of {experts[0]} experts, got {len(found)} "
+            f"of {found[0]}."
+        )
+
+
+def place_experts(
+    network: Any, model: str, traffic: Trace | None, batches: Sequence[Batch] | None,
+    devices: int, out: Path, as_json: bool,
+) -> None:  # fmt: skip
+    """Search a placement for a trace's traffic, or that of batches, and write its plan."""
+    import tempfile
+
+    from paceline.analysis.placing import PlacementSpec, layer_plan, place
+    from paceline.batches import run_batch
+    from paceline.cli.record import record_batches
+    from paceline.traces import open_trace
+
+    out.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out) as folder, progress() as tell:
+        if traffic is None:
+            recorded = Path(folder) / "trace"
+            record_batches(network, model, batches or [], run_batch, recorded, "counts")
+            traffic = open_trace(str(recorded))
+        maps, result = place(traffic, PlacementSpec(devices), progress=tell)
+        layer_plan(traffic, maps, []).save(out / PLAN)
+    emit(result, as_json, lambda found: print_verdict(found.verdict), plan=str(out / PLAN))
+    if not as_json:
+        print_end([out / PLAN])
+
+
 def climb(
     subject: Subject,
     parts: Mapping[str, Mapping[str, str]],
@@ -74,6 +127,7 @@ def climb(
     bound: float | None,
     loss: float | None,
     machine: Machine | None,
+    decode: bool,
     out: Path,
 ) -> tuple[Ladder, tuple[CapacityPolicy, ...]]:
     """Choose factors for every rung on one part of the texts, and judge the rungs on another.
@@ -85,6 +139,7 @@ def climb(
         base: policy of every layer, without its factor.
         bound: of the only rung; None: the whole ladder.
         loss: greatest change of perplexity.
+        decode: judge max_active on decode steps too.
         out: folder from which a run that was killed goes on.
 
     Returns:
@@ -94,19 +149,23 @@ def climb(
     import time
 
     from paceline.analysis.observe import constant_norms
+    from paceline.evaluation.decode_ladder import judge_decode
     from paceline.evaluation.ladder import (
         BOUNDS,
         SCHEMA,
         UNTRAINED,
         Ladder,
         choose_rung,
+        gains_of,
         judge_rungs,
         ladder_verdict,
         measure_rungs,
         named,
+        store_in,
     )
     from paceline.evaluation.run import header
     from paceline.evaluation.subject import BASELINE
+    from paceline.text import times
 
     started = time.perf_counter()
     drawn = replace(sampling, tokens=round(CHOOSE_TOKENS * sampling.tokens))
@@ -120,7 +179,8 @@ def climb(
         baseline, in_order, rungs, judged = judge_rungs(
             tried, parts["judge"], drawn, machine, out, tell
         )
-    chosen, reason = choose_rung(baseline, rungs, loss)
+    busiest = f"the busiest device has {times(baseline.device_peak_to_mean)} the mean"
+    chosen, reason = choose_rung(rungs, gains_of(baseline, rungs), loss, busiest)
     if bound is None and constant_norms(subject.model):
         chosen, reason = None, UNTRAINED
     if bound is not None and loss is None:
@@ -143,30 +203,36 @@ def climb(
         verdict=[],
     )
     ladder.verdict = ladder_verdict(ladder, chosen, reason)
-    return ladder, () if chosen is None else policies[named(chosen.bound)]
+    own = () if chosen is None else policies[named(chosen.bound)]
+    if not decode or reason is UNTRAINED:
+        return ladder, own
+    with progress() as tell:
+        ladder.decode = judge_decode(
+            subject, parts["judge"], drawn, base, loss, own, store_in(out), tell
+        )
+    most = ladder.decode.chosen
+    if most is not None:
+        for rung in rungs:  # a server that moves between rungs keeps it
+            rung.policies = [str(p.replace(max_active=most)) for p in policies[named(rung.bound)]]
+        own = tuple(p.replace(max_active=most) for p in own or (base,))
+    return ladder, own
 
 
 def show_ladder(ladder: Ladder) -> None:
     """Print the verdict and a row per rung."""
-    from paceline.evaluation.ladder import named
-    from paceline.text import percent, signed_percent, times
+    from paceline.text import times
 
-    print_verdict(ladder.verdict)
+    decode = ladder.decode
+    print_verdict([*ladder.verdict, *(decode.verdict if decode else [])])
     timed = ladder.hardware is not None
-    header = ["rung", "busiest device", "dropped", "perplexity", "at most", "next tokens kept"]
-    rows = []
-    for rung in ladder.rungs:
-        error = rung.standard_error
-        change = signed_percent(rung.change)
-        rows.append([
-            named(rung.bound) + ("*" if rung.bound == ladder.chosen else ""),
-            times(rung.device_peak_to_mean),
-            percent(rung.dropped_share),
-            change if error is None else f"{change} ± {percent(error, 2)}",
-            "" if rung.at_most is None else signed_percent(rung.at_most),
-            percent(1 - rung.changed_next_tokens),
+    header = ["rung", "busiest device", *_COST]
+    rows = [
+        [
+            *_row(rung, ladder.chosen, times(rung.device_peak_to_mean)),
             *([times(rung.speedup or 1)] if timed else []),
-        ])  # fmt: skip
+        ]
+        for rung in ladder.rungs
+    ]
     print_lines([""])
     print_table(
         f"Rungs, judged on {ladder.tokens['judge']:,} tokens; a star: in the plan",
@@ -183,13 +249,43 @@ def show_ladder(ladder: Ladder) -> None:
             "from the loads, without the stand-ins' own work."
         )
     print_lines(lines)
+    if decode is not None:
+        print_lines([""])
+        print_table(
+            f"max_active, judged on {decode.tokens:,} decoded tokens; a star: in the plan",
+            ["max_active", "experts read", *_COST],
+            [_row(rung, decode.chosen, f"{rung.experts_read:.2f}") for rung in decode.rungs],
+        )
+        print_lines([
+            f"Experts read per step by the device that reads most; without max_active "
+            f"{decode.experts_read:.2f}. {decode.sequences} sequences decode together."
+        ])  # fmt: skip
+
+
+_COST = "dropped", "perplexity", "at most", "next tokens kept"
+
+
+def _row(rung: Rung, chosen: float | None, figure: str) -> list[str]:
+    from paceline.evaluation.ladder import named
+    from paceline.text import percent, signed_percent
+
+    error, change = rung.standard_error, signed_percent(rung.change)
+    return [
+        named(rung.bound) + ("*" if rung.bound == chosen else ""),
+        figure,
+        percent(rung.dropped_share),
+        change if error is None else f"{change} ± {percent(error, 2)}",
+        "" if rung.at_most is None else signed_percent(rung.at_most),
+        percent(1 - rung.changed_next_tokens),
+    ]
 
 
 def next_commands(model: str, plan: Path, ladder: Ladder) -> list[list[str]]:
     """Return the commands to run with the plan."""
-    if ladder.chosen is None:
-        return []
-    return [["serve", model, "--plan", str(plan)]]
+    if ladder.decode is not None and ladder.decode.chosen is not None:
+        # max_active caps a whole batch, which a prefix cache that requests share excludes
+        return [["serve", model, "--plan", str(plan), "--no-enable-prefix-caching"]]
+    return [] if ladder.chosen is None else [["serve", model, "--plan", str(plan)]]
 
 
 def relative(folder: Path, out: Path) -> str:

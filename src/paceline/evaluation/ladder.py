@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from paceline.analysis.hardware import Hardware
 from paceline.batches import Sampling, make_batches
 from paceline.evaluation.layer_factors import Sensitivity, measure_layers
 from paceline.evaluation.perplexity import PolicyRun, change, changed_tokens, run_all
-from paceline.evaluation.results import Made, SubjectFacts
+from paceline.evaluation.results import Form, Made, SubjectFacts
 from paceline.evaluation.subject import BASELINE, STATE, Store, Subject
 from paceline.evaluation.sweep_results import CostByText
 from paceline.placement import ExpertPlacement
@@ -63,6 +64,40 @@ class Rung(CostByText):
         return 1 / self.device_peak_to_mean if self.speedup is None else self.speedup
 
 
+class DecodeRung(Rung):
+    """One value of max_active, its `bound`, and what it costs in decode steps.
+
+    Attributes:
+        experts_read: that the device with the most reads per step, mean over steps and layers;
+            `speedup` is the same number without max_active / this one, a bound.
+    """
+
+    experts_read: float
+
+
+class DecodeLadder(Form):
+    """Values of max_active, from the loosest to the tightest.
+
+    Attributes:
+        tokens: that were decoded, of the part to judge on.
+        sequences: that decode together.
+        hosted: experts of a device, at most.
+        experts_read: without max_active.
+        chosen: value that the plan holds, None: none.
+        together: cost of the choice after prompts under the plan's cap, None without one.
+        verdict: sentences.
+    """
+
+    tokens: int
+    sequences: int
+    hosted: int
+    experts_read: float
+    rungs: list[DecodeRung]
+    chosen: int | None
+    together: CostByText | None
+    verdict: list[str]
+
+
 class Ladder(Made):
     """Content of ladder.json.
 
@@ -74,6 +109,7 @@ class Ladder(Made):
         in_order: busiest device without a policy and with the experts in order.
         chosen: bound of the rung that the plan holds, None: none.
         verdict: sentences.
+        decode: of max_active, where it was asked for.
     """
 
     subject: SubjectFacts
@@ -88,6 +124,10 @@ class Ladder(Made):
     rungs: list[Rung]
     chosen: float | None
     verdict: list[str]
+    decode: DecodeLadder | None = None
+
+
+AnyRung = TypeVar("AnyRung", bound=Rung)
 
 
 @dataclass(frozen=True)
@@ -145,7 +185,7 @@ def measure_rungs(
     return measure_layers(
         subject.model, subject.tokenizer, texts, base, plan=subject.plan,
         calibration=subject.calibration, sampling=sampling, factors=FACTORS, progress=progress,
-        store=_store(out), fingerprint=subject.fingerprint(),
+        store=store_in(out), fingerprint=subject.fingerprint(),
     )  # fmt: skip
 
 
@@ -170,23 +210,25 @@ def judge_rungs(
         tokens that were run.
     """
     batches, tokens = make_batches(subject.tokenizer, texts, sampling)
-    runs = run_all(subject, {"one_text": batches}, _store(out), progress)["one_text"]
+    runs = run_all(subject, {"one_text": batches}, store_in(out), progress)["one_text"]
     base = runs[BASELINE]
     before = None if machine is None else _seconds(base, subject.plan, machine)
     rungs = []
     for name, policies in subject.policies.items():
         if name == BASELINE:
             continue
-        cost, seconds = _cost(base, runs[name]), None
-        if machine is not None:
-            seconds = _seconds(runs[name], subject.plan, machine)
-        error = cost.standard_error
-        rungs.append(Rung(
-            **cost.to_dict(), bound=float(name), policies=_texts(policies),
-            at_most=None if error is None else cost.change + SURE * error,
-            speedup=None if before is None or not seconds else before / seconds,
-        ))  # fmt: skip
-    return _cost(base, base), _in_order(base, subject.plan), rungs, sum(tokens.values())
+        seconds = None if machine is None else _seconds(runs[name], subject.plan, machine)
+        speedup = None if before is None or not seconds else before / seconds
+        rungs.append(
+            rung_of(
+                Rung,
+                cost_of(base, runs[name]),
+                bound=float(name),
+                policies=_texts(policies),
+                speedup=speedup,
+            )
+        )
+    return cost_of(base, base), _in_order(base, subject.plan), rungs, sum(tokens.values())
 
 
 def named(bound: float) -> str:
@@ -198,7 +240,15 @@ def named(bound: float) -> str:
     return f"{bound:g}"
 
 
-def _store(out: Path | None) -> Store:
+def rung_of(kind: type[AnyRung], cost: CostByText, **values: Any) -> AnyRung:
+    """Make a rung of what it cost and its other attributes."""
+    error = cost.standard_error
+    at_most = None if error is None else cost.change + SURE * error
+    return kind(**cost.to_dict(), at_most=at_most, **values)
+
+
+def store_in(out: Path | None) -> Store:
+    """Return the results kept in a folder, from which a run that was killed goes on."""
     return Store(None if out is None else out / STATE)
 
 
@@ -207,7 +257,8 @@ def _texts(policies: PoliciesLike) -> list[str]:
     return [str(policy) for policy in own]
 
 
-def _cost(base: PolicyRun, run: PolicyRun) -> CostByText:
+def cost_of(base: PolicyRun, run: PolicyRun) -> CostByText:
+    """Return what a run costs beside one without a policy."""
     found, shares = change(base.losses, run.losses), run.shares()
     return CostByText(
         change=found.mean,
@@ -256,29 +307,31 @@ UNTRAINED = (
 )
 
 
+def gains_of(baseline: CostByText, rungs: Sequence[Rung]) -> list[float]:
+    """Return what each rung gains beside no policy, as a share."""
+    loosest = 1 / baseline.device_peak_to_mean if rungs[0].speedup is None else 1.0
+    return [rung.gain / loosest - 1 for rung in rungs]
+
+
 def choose_rung(
-    baseline: CostByText, rungs: Sequence[Rung], loss: float | None
-) -> tuple[Rung | None, str]:
+    rungs: Sequence[AnyRung], gains: Sequence[float], loss: float | None, balanced: str
+) -> tuple[AnyRung | None, str]:
     """Choose a rung, or none.
 
     Args:
-        baseline: cost of no policy.
         rungs: from the loosest to the tightest.
+        gains: of each rung, as a share.
         loss: greatest change of perplexity, to be kept with a confidence of 95%; None: the knee,
             where the gain up to there is greatest beside what is lost, both as shares of those of
             the tightest rung.
+        balanced: what there is without a policy, for the reason why nothing pays.
 
     Returns:
         The rung, and the reason in a sentence.
     """
-    loosest = 1 / baseline.device_peak_to_mean if rungs[0].speedup is None else 1.0
-    gains = np.array([rung.gain / loosest - 1 for rung in rungs])
     paying = [rung for rung, gain in zip(rungs, gains, strict=True) if gain >= _LITTLE - 1]
     if not paying:
-        return None, (
-            f"Nothing pays: the busiest device has {times(baseline.device_peak_to_mean)} the mean, "
-            f"and no rung gains {percent(_LITTLE - 1, 0)}."
-        )
+        return None, (f"Nothing pays: {balanced}, and no rung gains {percent(_LITTLE - 1, 0)}.")
     if loss is not None:
         sure = [rung for rung in paying if rung.at_most is not None and rung.at_most < loss]
         if sure:
@@ -289,7 +342,7 @@ def choose_rung(
             )
         return None, _unsure(paying, loss)
     losses = np.array([max(rung.change, 0.0) for rung in rungs])
-    worth = gains / max(gains.max(), 1e-12) - losses / max(losses.max(), 1e-12)
+    worth = np.array(gains) / max(*gains, 1e-12) - losses / max(losses.max(), 1e-12)
     best = rungs[int(worth.argmax())]
     if best not in paying or worth.max() <= 0:
         return None, "Nothing pays: every rung loses more than it gains, beside the tightest one."

@@ -51,11 +51,16 @@ class Losses:
     sums: dict[str, list[float]] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
 
-    def add(self, batch: Batch, losses: Sequence[float]) -> None:
-        """Add the summed loss of every row of a batch, [rows]."""
+    def add(self, batch: Batch, losses: Sequence[float], tokens: int | None = None) -> None:
+        """Add the summed loss of every row of a batch, [rows].
+
+        Args:
+            tokens: predicted per row; None: all but the first.
+        """
+        tokens = batch.ids.shape[1] - 1 if tokens is None else tokens
         for source, loss in zip(batch.sources, losses, strict=True):
             self.sums.setdefault(source, []).append(loss)
-            self.tokens.setdefault(source, []).append(batch.ids.shape[1] - 1)
+            self.tokens.setdefault(source, []).append(tokens)
 
     def perplexity(self) -> dict[str, float]:
         """Return exp(mean loss per predicted token) of each text."""
@@ -173,9 +178,17 @@ class PolicyRun:
     sources: list[tuple[str, ...]] = field(default_factory=list)
     greedy: dict[str, list[list[int]]] = field(default_factory=dict)
 
-    def add(self, batch: Batch, losses: Sequence[float], layers: Sequence[Any]) -> None:
-        """Add one batch."""
-        self.losses.add(batch, losses)
+    def add(
+        self,
+        batch: Batch,
+        losses: Sequence[float],
+        layers: Sequence[Any],
+        greedy: Sequence[list[int]] = (),
+    ) -> None:
+        """Add one batch, with the most likely next tokens of its rows where they are known."""
+        self.losses.add(batch, losses, len(greedy[0]) if greedy else None)
+        for source, row in zip(batch.sources, greedy, strict=bool(greedy)):
+            self.greedy.setdefault(source, []).append(row)
         self.layers.append(list(layers))
         self.sources.append(tuple(dict.fromkeys(batch.sources)))
 
@@ -258,16 +271,19 @@ def run_all(
     batches: Mapping[str, Sequence[Batch]],
     store: Store,
     progress: Progress | None,
+    judge: Judge | None = None,
 ) -> dict[str, dict[str, PolicyRun]]:
     """Run batches under every policy, or read what an earlier run found.
 
     Args:
         batches: way to batch -> its batches.
         store: of results.
+        judge: how a batch is run; None: `at_once`.
 
     Returns:
         Way to batch -> policy -> its run.
     """
+    judge = judge or at_once
     done, steps = 0, len(subject.policies) * sum(map(len, batches.values()))
     fingerprint = subject.fingerprint()
     runs: dict[str, dict[str, PolicyRun]] = {each: {} for each in batches}
@@ -277,19 +293,22 @@ def run_all(
             for each, chosen in batches.items():
                 run = runs[each][name] = PolicyRun()
                 for batch in chosen:
-                    key = ["text", *batch.ids.tolist()]
-                    judge = partial(_judge, subject.model, batch)
-                    (losses, greedy), layers = run_or_read(pace, store, fingerprint, key, judge)
-                    run.add(batch, losses, layers)
-                    for source, row in zip(batch.sources, greedy, strict=True):
-                        run.greedy.setdefault(source, []).append(row)
+                    key = [judge.__name__, *batch.ids.tolist()]
+                    found = partial(judge, pace, subject.model, batch)
+                    (losses, greedy), layers = run_or_read(pace, store, fingerprint, key, found)
+                    run.add(batch, losses, layers, greedy)
                     done += 1
                     if progress is not None:
                         progress(done, steps, f"{COMPOSITIONS[each]}: {name}")
     return runs
 
 
-def _judge(model: Any, batch: Batch) -> tuple[list[float], list[list[int]]]:
+Judge = Callable[[Any, Any, Batch], tuple[list[float], list[list[int]]]]
+"""Function of the handle, the model and a batch: every row's summed loss and next tokens."""
+
+
+def at_once(_pace: Any, model: Any, batch: Batch) -> tuple[list[float], list[list[int]]]:
+    """Run a batch in one forward, as prompts are."""
     ids = batch.ids.to(model.device)
     logits = _logits(model, ids)
     return sequence_losses(logits, ids), [row[:-1].argmax(-1).tolist() for row in logits]

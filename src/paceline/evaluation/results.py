@@ -47,6 +47,7 @@ class LayerLoads(Form):
     worst_device_peak_to_mean_after: float
     worst_expert_peak_to_mean_before: float
     worst_expert_peak_to_mean_after: float
+    most_active_experts_after: float = 0.0
     stand_in_distance: float | None = None
     expert_loads_after: list[int] = []
 

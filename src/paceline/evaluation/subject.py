@@ -34,7 +34,7 @@ STATE = "state"
 """Folder of computed batches, inside that of the results."""
 
 _SAMPLED = 256  # values of every weight that a fingerprint reads
-_FORM = 3  # of what is kept of a batch
+_FORM = 4  # of what is kept of a batch
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,6 +18,19 @@ def argument_names(forward: Callable[..., Any]) -> list[str]:
     return [p.name for p in inspect.signature(forward).parameters.values() if p.kind in kinds]
 
 
+def cache_name(forward: Callable[..., Any]) -> str:
+    """Return the name under which a forward takes the cache of the tokens before.
+
+    Raises:
+        ValueError: if it takes none.
+    """
+    names = argument_names(forward)
+    found = next((name for name in _CACHES if name in names), None)
+    if found is None:
+        raise ValueError("model must take a cache of the tokens before to decode, it takes none.")
+    return found
+
+
 def positional(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Return all arguments of a call in order, those passed by name included."""
     return (*args, *(kwargs[n] for n in names[len(args) :] if n in kwargs)) if kwargs else args
