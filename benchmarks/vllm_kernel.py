@@ -73,7 +73,7 @@ def cases(
     import torch
     import vllm._custom_ops as ops
 
-    from paceline.engines.vllm.cpu_experts import run_pairs
+    from paceline.engines.serving.kept_rows import run_pairs
 
     experts, k, hidden, width = shape
     rng = torch.Generator().manual_seed(0)

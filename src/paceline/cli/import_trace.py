@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from paceline.cli import options
-from paceline.cli.output import check_trace, emit, guarded, progress
+from paceline.cli.output import check_trace, emit, guarded, print_end, print_lines, progress
 from paceline.cli.sources import read_trace
 from paceline.cli.trace_loads import count_of
 
@@ -81,9 +81,9 @@ def import_trace(
 def _show(result: Mapping[str, Any]) -> None:
     count = count_of(result["batches"], result["batches_are"])
     tokens = "" if result["tokens"] is None else f", {result['tokens']:,} tokens"
-    typer.echo(
+    print_lines([
         f"{result['content']} of {result['layers']} layers of {result['experts']} experts, "
-        f"{count}{tokens}, from {result['source']}, are in {result['trace']}."
-    )
-    for note in result["notes"]:
-        typer.echo(f"Note: {note}.")
+        f"{count}{tokens}, from {result['source']}.",
+        *(f"Note: {note}." for note in result["notes"]),
+    ])  # fmt: skip
+    print_end([result["trace"]])

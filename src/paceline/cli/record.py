@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from paceline.cli import options
-from paceline.cli.output import check_at_least, check_trace, emit, guarded, progress
+from paceline.cli.output import (
+    check_at_least,
+    check_trace,
+    emit,
+    guarded,
+    print_end,
+    print_lines,
+    progress,
+)
 from paceline.cli.sources import load, read_prompts, read_texts
 
 if TYPE_CHECKING:
@@ -87,9 +95,8 @@ def record(
 
 
 def _show(result: Mapping[str, Any]) -> None:
-    typer.echo(
-        f"{result['forwards']} forwards of {result['layers']} layers are in {result['trace']}."
-    )
+    print_lines([f"{result['forwards']} forwards of {result['layers']} layers."])
+    print_end([result["trace"]])
 
 
 def record_batches(

@@ -358,21 +358,19 @@ def _fit_result(found: Calibration, path: Path, plan: Path | None) -> dict[str, 
 
 
 def _show(result: Mapping[str, Any]) -> None:
-    typer.echo("share of the outputs' energy that stand-ins explain on text left out")
+    lines = ["Share of the outputs' energy that stand-ins explain on text left out:"]
     for layer in result["layers"]:
         without = layer["without_stand_in"]
         count = len(layer["output_norm"])
         note = f"; {without} of {count} experts have no stand-in" if without else ""
         least = layer["least_rows"]
-        typer.echo(f"{layer['name']}: {layer['explained']:.0%}; at least {least} rows{note}")
+        lines.append(f"{layer['name']}: {layer['explained']:.0%}; at least {least} rows{note}")
     if result["held_out"] == "texts":
         for text in result["texts"]:
-            typer.echo(f"{text['name']}: {text['explained']:.0%} while it was left out")
-    print_lines(result["warnings"])
+            lines.append(f"{text['name']}: {text['explained']:.0%} while it was left out")
     tokens = sum(text["tokens"] for text in result["texts"])
-    typer.echo(f"{tokens} tokens; written to {result['calibration']}")
-    if result["plan"] is not None:
-        print_end([result["plan"]])
+    print_lines([*lines, *result["warnings"], f"{tokens:,} tokens."])
+    print_end([path for path in (result["calibration"], result["plan"]) if path is not None])
 
 
 # -- factors by layer ------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="module")
 def olmoe(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A tiny OLMoE with the cap in it; an engine that is started after it may end it."""
+    from served_models import make
     from vllm_engines import capped_engine
-    from vllm_models import make
 
     return capped_engine(make("olmoe", tmp_path_factory.mktemp("olmoe")))

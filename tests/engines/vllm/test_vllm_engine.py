@@ -13,6 +13,7 @@ import kernel_rows
 import pytest
 import torch
 from oracle import route_oracle
+from served_models import FAMILIES, dtype_of, make
 from vllm_engines import (
     DEVICES,
     EXPERTS,
@@ -29,11 +30,10 @@ from vllm_engines import (
     start,
     stock_answers,
 )
-from vllm_models import FAMILIES, dtype_of, make
 
 from paceline import CapacityPolicy
+from paceline.engines.serving.capped_model import OWN_BUDGETS
 from paceline.engines.sharing import SharedBudgetWarning
-from paceline.engines.vllm.capped_model import OWN_BUDGETS
 from paceline.engines.vllm.cpu_experts import TrialFailed, try_experts
 from paceline.engines.vllm.runners import check_settings, out_of_reach
 from paceline.plan import Plan
@@ -188,7 +188,10 @@ def test_back_to_the_start(olmoe: Capped) -> None:
     [
         ("capacity_factor=0", "capacity_factor must be a number > 0"),
         ("capacity_factor=1,pool=source", "pool=source needs .* data and expert parallelism"),
-        ("capacity_factor=1,drop_first=image", "drop_first=image is not possible: .* in vLLM"),
+        (
+            "capacity_factor=1,drop_first=image",
+            "drop_first=image is not possible: .* serving engine",
+        ),
         ("capacity_factor=1,expand=all", "start the server with it"),
         ("capacity_factor=1,compensate=true", "needs a calibration of this model"),
         ("capacity_factor=1,keep=contribution", "keep=contribution needs a calibration"),

@@ -11,9 +11,9 @@ from typing import Any
 import kernel_rows
 import pytest
 import torch
+from served_models import make
 from torch import Tensor
 from vllm_engines import UNBOUND, answers, environment, prompt, start
-from vllm_models import make
 
 CALLS: list[tuple[bool, Tensor, Tensor]] = []
 """Per call: is it the first layer's, hidden states [rows, hidden], experts [rows, slots]."""

@@ -22,7 +22,7 @@ assert vllm.__version__.split("+")[0] == sys.argv[1], vllm.__version__
 from paceline.engines.vllm.plugin import NEEDED, _missing
 missing = [found for where, names in NEEDED.items() if (found := _missing(where, names))]
 print("missing:", missing)
-import paceline.engines.vllm.capped_model, paceline.engines.vllm.patches
+import paceline.engines.vllm.vllm_model, paceline.engines.vllm.patches
 from importlib import import_module
 from paceline.engines.vllm.runners import SKIPS_NEGATIVE_IDS
 experts = {"TritonExperts": "triton_moe", "MarlinExperts": "marlin_moe"}

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from served_models import make
 from vllm.envs import disable_envs_cache
 from vllm_engines import LENGTHS, UNBOUND, K, answers, environment, start
-from vllm_models import make
 
 
 def _prefill(llm: Any, policy: str | None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,12 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, route
-from paceline.engines.vllm import capped_layer as layer
+from paceline.engines.serving.batch import Batch
+from paceline.engines.serving.capped_layer import Ranks
+from paceline.engines.serving.environment import read_settings
+from paceline.engines.serving.kept_rows import run_pairs
 from paceline.engines.vllm import control, plugin
-from paceline.engines.vllm.capped_layer import CappedLayer, Ranks
-from paceline.engines.vllm.cpu_experts import LITTLE_WORK, ExpertCost, run_pairs
-from paceline.engines.vllm.environment import read_settings
-from paceline.engines.vllm.tokens import Batch
+from paceline.engines.vllm import vllm_layer as layer
+from paceline.engines.vllm.cpu_experts import LITTLE_WORK, ExpertCost
+from paceline.engines.vllm.tokens import _requests
+from paceline.engines.vllm.vllm_layer import VllmLayer
 
 ROOT = Path(__file__).resolve().parents[3]
 EXPERTS, HIDDEN, WIDTH = 6, 32, 32
@@ -134,7 +138,7 @@ def test_a_batch_knows_its_requests_positions_and_phases() -> None:
         real=True,
         valid=torch.arange(8) < 6,
         tokens=6,
-        metadata={"mixer": None, "attention": requests},
+        read_requests=partial(_requests, {"mixer": None, "attention": requests}),
     )
     assert batch.requests == 3
     assert batch.request[:6].tolist() == [0, 0, 0, 1, 2, 2]
@@ -161,7 +165,7 @@ def test_under_eplb_replicas_are_capped_and_ranked_by_their_experts_scores(
     )  # fmt: skip
     placement = ExpertPlacement.contiguous(8, 4)
     runner = SimpleNamespace(layer_name="layer", router=router)
-    capped = CappedLayer(runner, 0, placement, Ranks(), lambda requests: None)
+    capped = VllmLayer(runner, 0, placement, Ranks(), lambda requests: None)
     policy = CapacityPolicy(capacity_factor=1.0, min_expert_load=0)
     capped.check(policy)
     capped.set_policy(policy)
@@ -235,7 +239,7 @@ def test_a_key_is_checked_as_vllm_does() -> None:
 
 def test_dashboard_and_alerts_name_what_there_is() -> None:
     """Every metric and label in their queries is one that the plugin publishes."""
-    from paceline.engines.vllm.metrics import families
+    from paceline.engines.serving.metrics import families
 
     published = {}
     for family in families().values():

@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 from vllm_engines import EXPERTS, LENGTHS, Capped, K, answers
 
-from paceline.engines.vllm.recording import WorkerRecording
+from paceline.engines.serving.recording import WorkerRecording
 from paceline.traces import open_trace
 from paceline.traces.format import TraceError
 

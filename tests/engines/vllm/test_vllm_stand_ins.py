@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from made_up_calibration import made_up
+from served_models import make
 from transformers import AutoModelForCausalLM
 from vllm_engines import DEVICES, UNBOUND, Capped, answers, environment, prompts, start
-from vllm_models import make
 
 from paceline import CapacityPolicy, ExpertPlacement, attach
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import kernel_rows
 import torch
+from served_models import VOCABULARY
 from vllm import LLM, SamplingParams
-from vllm_models import VOCABULARY
 
 LENGTHS = (40, 97, 12, 200, 64, 130, 5, 77, 31, 150, 90, 11)
 

@@ -13,8 +13,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from paceline.engines.sharing import shares_budget
-from paceline.engines.vllm.environment import (
+from paceline.engines.serving.environment import (
     ACCEPT_SHARED_BUDGET,
     CALIBRATION,
     DEVICES,
@@ -26,6 +25,7 @@ from paceline.engines.vllm.environment import (
     RECORD_CONTENT,
     read_settings,
 )
+from paceline.engines.sharing import shares_budget
 from paceline.shipped import DEMO, MODEL_FOLDER
 
 CONTROL = "paceline.engines.vllm.control.PolicyControl"

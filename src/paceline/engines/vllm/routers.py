@@ -20,6 +20,7 @@ from vllm.utils.torch_utils import (
     direct_register_custom_op,
 )
 
+from paceline.engines.serving.capped_layer import widen
 from paceline.engines.vllm.cpu_experts import run_kept
 
 LIBRARY = Library("paceline_vllm", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -82,13 +83,6 @@ def capped_class(router: Any) -> Any:
 def is_capped(router: Any) -> bool:
     """Return True if a router passes its choice through the cap."""
     return hasattr(router, "paceline_layer")
-
-
-def widen(tensor: Tensor, slots: int, fill: float) -> Tensor:
-    """Return a copy [tokens, slots] of a tensor [tokens, k], with `fill` in the further slots."""
-    wide = tensor.new_full((tensor.shape[0], slots), fill)
-    wide[:, : tensor.shape[1]] = tensor
-    return wide
 
 
 # -- operators -------------------------------------------------------------------------------------

@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from vllm import envs
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsModular
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.platforms import current_platform
 
+from paceline.engines.serving.capped_layer import slots_for
+from paceline.engines.serving.environment import ACCEPT_SHARED_BUDGET, DEVICES, Settings
 from paceline.engines.sharing import shares_budget
 from paceline.engines.vllm.cpu_experts import ExpertCost
-from paceline.engines.vllm.environment import ACCEPT_SHARED_BUDGET, DEVICES, Settings
 from paceline.engines.vllm.routers import is_capped
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
-from paceline.routing import RoutingInputs
-from paceline.routing.limits import Budget
 from paceline.settings import read_placement
 
 SKIPS_NEGATIVE_IDS = ("TritonExperts", "MarlinExperts")
@@ -129,15 +127,6 @@ def placement_of(runner: Any, index: int, settings: Settings) -> ExpertPlacement
             f"expert parallelism on {manager.ep_size} ranks: remove that setting."
         )
     return real
-
-
-def slots_for(policy: CapacityPolicy, units: ExpertPlacement, k: int) -> int:
-    """Return the ids per token that a policy may need, 0 if it doesn't expand."""
-    if policy.expand is None or not policy.caps:
-        return 0
-    ids = torch.zeros((1, k), dtype=torch.int64)
-    inputs = RoutingInputs(topk_ids=ids, topk_weights=ids.float(), num_experts=units.num_experts)
-    return Budget(inputs, policy, units).slots
 
 
 def slots_of(runner: Any, settings: Settings) -> int:

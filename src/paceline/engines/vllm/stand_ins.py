@@ -1,4 +1,4 @@
-"""Calibrated stand-ins in vLLM: checked against the loaded weights, added after the experts ran."""
+"""Calibrated stand-ins in vLLM: checked against the weights that were loaded."""
 
 from __future__ import annotations
 
@@ -6,48 +6,14 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.model_loader import base_loader
 
-from paceline.engines.vllm.environment import CALIBRATION, read_settings
-from paceline.stand_ins.calibration_file import Calibration, LayerCalibration
-from paceline.stand_ins.compensation import Compensation
+from paceline.engines.serving.environment import CALIBRATION, read_settings
+from paceline.engines.serving.stand_ins import StandIns
+from paceline.stand_ins.calibration_file import Calibration
 from paceline.stand_ins.identity import LayerIdentity, expert_fingerprints, router_fingerprint
-
-
-class StandIns:
-    """Stand-ins of one layer, and the dropped assignments from the cap until the experts have run.
-
-    Args:
-        layer: calibration of the layer.
-        experts: global ids of the experts whose stand-ins this worker adds.
-    """
-
-    def __init__(self, layer: LayerCalibration, experts: list[int], dtype: torch.dtype) -> None:
-        self._stand_ins = Compensation(layer, experts, torch.empty(0, dtype=dtype))
-        self._dropped: tuple[Tensor, Tensor, Tensor] | None = None
-
-    def expect(self, ids: Tensor, weights: Tensor, dropped: Tensor) -> None:
-        """Note what the experts of this forward won't compute.
-
-        Args:
-            ids: [tokens, k] the model's own choice.
-            weights: [tokens, k] its combine weights.
-            dropped: [tokens, k] bool.
-        """
-        self._dropped = ids.clone(), weights.clone(), dropped
-
-    def add(self, output: Tensor, hidden: Tensor) -> None:
-        """Add the stand-ins of dropped assignments to [tokens, hidden] `output`, in place."""
-        dropped, self._dropped = self._dropped, None
-        if dropped is not None:
-            output.copy_(self._stand_ins(output, hidden, *dropped))
-
-    def norms(self, hidden: Tensor, compensate: bool) -> Tensor:
-        """Return the norms of what drops leave out, as `Compensation.norms` does."""
-        return self._stand_ins.norms(hidden, compensate)
 
 
 def keep_fingerprints() -> None:

@@ -2,86 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from vllm.forward_context import get_forward_context
 
+from paceline.engines.serving.batch import Batch
+
 _KEY = "paceline"
-
-
-@dataclass(eq=False)
-class Batch:
-    """Tokens of one forward, in the rows that the MoE layers see.
-
-    Attributes:
-        rows: number of rows of every layer's input.
-        real: False for a profile run, a warm-up or the dummy forward of an idle rank.
-        valid: [rows] bool, False for padding; None: every row is a token.
-        tokens: number of real tokens among the rows.
-        everywhere: number of tokens of all data-parallel ranks together.
-        metadata: of vLLM's attention layers, which tells the requests.
-    """
-
-    rows: int
-    real: bool
-    valid: Tensor | None = None
-    tokens: int = 0
-    everywhere: int = 0
-    metadata: Any = None
-
-    @cached_property
-    def _starts_and_computed(self) -> tuple[Tensor, Tensor] | None:
-        layers = self.metadata.values() if isinstance(self.metadata, dict) else ()
-        for layer in layers:
-            starts = getattr(layer, "query_start_loc", None)
-            lengths = getattr(layer, "seq_lens", None)
-            if isinstance(starts, Tensor) and isinstance(lengths, Tensor):
-                starts = starts.long()
-                return starts, lengths.long()[: len(starts) - 1] - starts.diff()
-        return None
-
-    def _requests(self) -> tuple[Tensor, Tensor]:
-        """Return [requests + 1] first rows and the end, and [requests] tokens computed earlier.
-
-        Raises:
-            RuntimeError: if no attention layer has them.
-        """
-        if self._starts_and_computed is None:
-            raise RuntimeError(
-                "paceline: this policy needs the requests, which vLLM's attention metadata lacks."
-            )
-        return self._starts_and_computed
-
-    @property
-    def requests(self) -> int:
-        """Number of requests in the forward, 0 if it is unknown."""
-        known = self._starts_and_computed
-        return 0 if known is None else len(known[0]) - 1
-
-    @cached_property
-    def request(self) -> Tensor:
-        """[rows] int64 index of each token's request; padding has the last one's."""
-        index = torch.searchsorted(self._requests()[0][1:], torch.arange(self.rows), right=True)
-        return index.clamp(max=max(self.requests - 1, 0))
-
-    @cached_property
-    def position(self) -> Tensor:
-        """[rows] int64 position of each token in its sequence."""
-        starts, computed = self._requests()
-        return computed[self.request] + torch.arange(self.rows) - starts[self.request]
-
-    def decode(self, prompt_lengths: Tensor) -> Tensor:
-        """Return [rows] bool, True for tokens of requests that have computed their whole prompt.
-
-        Args:
-            prompt_lengths: [requests] int64.
-        """
-        return (self._requests()[1] >= prompt_lengths)[self.request]
 
 
 def current_batch(rows: int) -> Batch:
@@ -127,4 +57,16 @@ def _read(context: Any, rows: int) -> Batch:
     if context.dp_metadata is not None:
         everywhere = int(context.dp_metadata.num_tokens_across_dp_cpu.sum())
     valid = ~padding if padded else None
-    return Batch(rows, tokens > 0, valid, tokens, everywhere, metadata)
+    return Batch(rows, tokens > 0, valid, tokens, everywhere, partial(_requests, metadata))
+
+
+def _requests(metadata: Any) -> tuple[Tensor, Tensor] | None:
+    """Read the requests from the metadata of vLLM's attention layers, if any has them."""
+    layers = metadata.values() if isinstance(metadata, dict) else ()
+    for layer in layers:
+        starts = getattr(layer, "query_start_loc", None)
+        lengths = getattr(layer, "seq_lens", None)
+        if isinstance(starts, Tensor) and isinstance(lengths, Tensor):
+            starts = starts.long()
+            return starts, lengths.long()[: len(starts) - 1] - starts.diff()
+    return None

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from paceline.engines.vllm.capped_layer import CappedLayer
-from paceline.engines.vllm.capped_model import CappedModel
-from paceline.engines.vllm.environment import MULTIPROCESS
+from paceline.engines.serving.capped_layer import CappedLayer
+from paceline.engines.serving.capped_model import CappedModel
+from paceline.engines.serving.environment import MULTIPROCESS
 from paceline.routing.layer_stats import LayerStats
 
 EVERY = 1.0  # seconds between two publications

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from paceline.engines.vllm.capped_layer import CappedLayer
-from paceline.engines.vllm.capped_model import CappedModel
-from paceline.engines.vllm.environment import RECORD, Settings
+from paceline.engines.serving.capped_layer import CappedLayer
+from paceline.engines.serving.capped_model import CappedModel
+from paceline.engines.serving.environment import RECORD, Settings
 from paceline.facts import Facts
 from paceline.routing import Assignment, RoutingInputs
 from paceline.traces.record import Recorder
@@ -82,16 +82,16 @@ class WorkerRecording:
     def __init__(
         self, model: CappedModel, folder: Path, content: Content, name: str, ranks: int
     ) -> None:
-        if model.layers[0].on_device is not None:
+        if model.layers[0].graphed:
             raise ValueError(
                 f"{RECORD} is not allowed on an accelerator, whose graphs run no Python: record "
-                "the model in Transformers, or vLLM on a CPU."
+                "the model in Transformers, or serve it on a CPU."
             )
         if ranks > 1:
             folder = folder.with_name(f"{folder.name}-rank{model.rank}")
         self.folder = folder
         self._recorder: Recorder | None = Recorder(
-            WatchedModel(model), folder, content, model=name, source="paceline in vLLM"
+            WatchedModel(model), folder, content, model=name, source=model.engine
         )
         self._forwards = 0
         atexit.register(self.stop)

@@ -1,4 +1,4 @@
-"""Random models of several families, small enough to start vLLM in seconds."""
+"""Random models of several families, small enough to be served within seconds."""
 
 from __future__ import annotations
 

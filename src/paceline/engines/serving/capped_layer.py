@@ -1,29 +1,27 @@
-"""One MoE layer of a vLLM worker: counts the model's choice, routes it, marks dropped slots."""
+"""One MoE layer of a serving worker: counts the model's choice, routes it, marks dropped slots."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.engines.rules import LayerTraits, check_policy, layer_rule, never_binding
-from paceline.engines.scoring import RULES, rule_named
+from paceline.engines.scoring import RULES
+from paceline.engines.serving.batch import Batch
+from paceline.engines.serving.environment import FORM, FORMS
+from paceline.engines.serving.stand_ins import StandIns
 from paceline.engines.sharing import shares_budget, warn_of_sharing
-from paceline.engines.vllm.accelerator import DeviceCap
-from paceline.engines.vllm.cpu_experts import ExpertCost
-from paceline.engines.vllm.environment import FORM, FORMS
-from paceline.engines.vllm.routers import widen
-from paceline.engines.vllm.stand_ins import StandIns
-from paceline.engines.vllm.tokens import Batch, current_batch, padding_of_forward
 from paceline.facts import Facts, facts_for
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.routing import Assignment, RoutingInputs
 from paceline.routing.layer_stats import LayerStats
+from paceline.routing.limits import Budget
 from paceline.routing.ranking import token_priorities
 from paceline.routing.route import assign
 from paceline.routing.stats import LoadAccumulator
@@ -53,54 +51,74 @@ class Ranks:
     counts: bool = True
 
 
+class Cost(Protocol):
+    """Cost of experts that may compute dropped rows with weight 0."""
+
+    def skipping_pays(self, dropped: int, assignments: int) -> bool:
+        """Return True if it is quicker to leave out so many of a forward's assignments."""
+
+
 class CappedLayer:
-    """The cap behind one router.
+    """The cap behind one router; an engine's subclass reads its forwards.
 
     Args:
+        shape: name, experts per token and number of experts.
         index: among the model's MoE layers.
         placement: expert -> device; None: every expert is a device of its own.
-        prompt_lengths: (number of requests) -> [requests] int64 prompt tokens of the running
-            forward's requests.
+        scoring: key of `RULES` by which the router scores, None if it isn't known.
         cost: of experts that may compute dropped rows if that is quicker; None: they never may.
         computes: True if experts compute every dropped row with weight 0.
 
     Attributes:
         stand_ins: of dropped assignments, None without a calibration.
         dropped_computed: number of dropped assignments that were computed with weight 0.
-        on_device: the cap of a layer on an accelerator, None on a CPU.
+        graphed: True where a captured graph caps, in which no Python runs.
         warns: True until the layer has warned that requests share a budget.
     """
 
+    repeats = False  # whether a token's choice may name one expert twice
+    replicated = False  # whether an expert has several ids
+    graphed = False
+
     def __init__(
         self,
-        runner: Any,
+        shape: tuple[str, int, int],
         index: int,
         placement: ExpertPlacement | None,
         ranks: Ranks,
-        prompt_lengths: Callable[[int], Tensor],
-        cost: ExpertCost | None = None,
+        scoring: str | None,
+        cost: Cost | None = None,
         computes: bool = False,
     ) -> None:
-        router = runner.router
-        self.name: str = runner.layer_name
-        self.k: int = router.top_k
-        self.num_experts: int = router.global_num_experts
-        self.slots: int = router.paceline_slots
+        self.name, self.k, self.num_experts = shape
         self.index = index
         self.ranks, self.cost, self.dropped_computed = ranks, cost, 0
-        self._computes = computes
+        self._computes, self._scoring = computes, scoring
         self.units = placement or ExpertPlacement.per_expert(self.num_experts)
         self.loads = LoadAccumulator(self.name, self.units, self.k, "cpu")
-        self._router, self._prompt_lengths = router, prompt_lengths
-        self._scoring = _scoring_rule(router)
-        self._replicated = getattr(router, "eplb_state", None) is not None
-        self._weightless = type(router).__name__.endswith("ZeroExpertRouter")
         self.stand_ins: StandIns | None = None
-        self.on_device: DeviceCap | None = None
         self.watchers: list[tuple[Watcher, Facts]] = []
         self.policy: CapacityPolicy | None = None
         self.warns = False
         self._step = 0
+
+    # -- of an engine -----------------------------------------------------------------------------
+
+    def _batch(self, rows: int) -> Batch:
+        """Return the tokens of the running forward, in which this layer has so many rows."""
+        raise NotImplementedError
+
+    def _prompt_lengths(self, requests: int) -> Tensor:
+        """Return [requests] int64 prompt tokens of the running forward's requests."""
+        raise NotImplementedError
+
+    def _logical(self, ids: Tensor) -> Tensor:
+        """Return [tokens, k] ids of the model's own experts, for ids that may be of replicas."""
+        return ids
+
+    def _assigned(self, ids: Tensor, weights: Tensor) -> Tensor:
+        """Return ids in which a slot that is no assignment is -1."""
+        return ids
 
     # -- policy -----------------------------------------------------------------------------------
 
@@ -108,14 +126,13 @@ class CappedLayer:
         """Return the properties on which it depends what policies the layer can run."""
         known, ranks = self._scoring is not None, self.ranks
         same_tokens = ranks.expert_ranks > 1 and ranks.data_ranks == 1
-        names = ("_hash_indices_table", "hash_indices_table")  # experts by token id
         return LayerTraits(
             name=self.name,
             k=self.k,
             placement=self.units,
-            repeats=any(getattr(self._router, name, None) is not None for name in names),
+            repeats=self.repeats,
             chosen_scores=known,
-            all_scores=known and not self._replicated,
+            all_scores=known and not self.replicated,
             scores_reason="under EPLB a replica has no score" if known
             else "how it scores its experts is not known",
             calibrated=self.stand_ins is not None,
@@ -127,7 +144,7 @@ class CappedLayer:
             source_option="that takes data and expert parallelism",
             sees_all_ranks=ranks.data_ranks == 1,
             modalities=(),
-            modalities_reason="MoE layers in vLLM can't tell image tokens from text",
+            modalities_reason="MoE layers of a serving engine can't tell image tokens from text",
         )  # fmt: skip
 
     def check(self, policy: CapacityPolicy) -> None:
@@ -142,15 +159,10 @@ class CappedLayer:
                 f"expand={policy.expand} is not allowed with {FORM}={FORMS[1]}: an extra takes the "
                 "place of a dropped slot, which is computed."
             )
-        if self.on_device is not None:
-            self.on_device.check(policy)
 
     def set_policy(self, policy: CapacityPolicy | None) -> None:
         """Put a checked policy in force; None: nothing is dropped or counted."""
         self.policy = policy
-        if self.on_device is not None:
-            self.on_device.set_policy(policy)
-            return
         self.loads.min_expert_load = None
         if policy is None:
             return
@@ -177,9 +189,6 @@ class CappedLayer:
             hidden: [tokens, hidden] states of the tokens.
             logits: [tokens, experts] of the router.
         """
-        if self.on_device is not None:
-            self._cap_on_device(self.on_device, weights, ids, logits)
-            return
         routed = self._route(weights, ids, hidden, logits)
         if routed is None:
             return
@@ -198,23 +207,6 @@ class CappedLayer:
                 self.dropped_computed += count if self.ranks.counts else 0
                 return
         ids.masked_fill_(dropped, DROPPED)
-
-    def _cap_on_device(self, cap: DeviceCap, weights: Tensor, ids: Tensor, logits: Tensor) -> None:
-        """Cap in a captured graph, in which no Python runs."""
-        scores = None
-        if self._scoring is not None:
-            chosen = self._router.logical_ids if self._replicated else ids
-            table = RULES[self._scoring](logits.float())
-            scores = table.gather(1, chosen.long().clamp(0, table.shape[1] - 1))
-        padding = padding_of_forward()
-        valid = None if padding is None else ~padding
-        assigned = self._assigned(ids, weights)
-        if assigned is ids:
-            cap(weights, ids, scores, valid)
-            return
-        marked = assigned.clone()
-        cap(weights, marked, scores, valid)
-        ids.copy_(torch.where(assigned < 0, ids, marked))
 
     def expand(
         self, weights: Tensor, ids: Tensor, hidden: Tensor, logits: Tensor, slots: int
@@ -242,7 +234,7 @@ class CappedLayer:
         policy = self.policy
         if policy is None:
             return None
-        batch = current_batch(ids.shape[0])
+        batch = self._batch(ids.shape[0])
         if not batch.real:
             return None
         # the host knows the number of tokens, so it may be certain that nothing is capped
@@ -252,7 +244,7 @@ class CappedLayer:
         stays_out = rule.stays_out(None, pooled, on_cpu=True, exact=True)
         if stays_out or (pooled >= rule.min_rows[True] and self._never_binds(batch.tokens)):
             if self.ranks.counts:
-                # a copy, because vLLM may use the memory again
+                # a copy, because the engine may use the memory again
                 self.loads.observe(self._assigned(ids, weights).clone(), batch.valid)
             if self.watchers:
                 self._assign(self._inputs(batch, weights, ids, hidden, logits), OBSERVE)
@@ -281,8 +273,8 @@ class CappedLayer:
         given: dict[str, Any] = {}
         if facts.scores and self._scoring is not None:
             scores = RULES[self._scoring](logits.float())
-            if self._replicated:
-                given["topk_scores"] = scores.gather(1, self._router.logical_ids.long())
+            if self.replicated:
+                given["topk_scores"] = scores.gather(1, self._logical(ids).long())
             else:
                 given["scores"] = scores[:, : self.num_experts]
         if policy.keep == "contribution" and self.stand_ins is not None:
@@ -308,10 +300,6 @@ class CappedLayer:
             **given,
         )
 
-    def _assigned(self, ids: Tensor, weights: Tensor) -> Tensor:
-        """Return ids without zero experts, to which vLLM gives id 0 and no weight."""
-        return torch.where(weights == 0, -1, ids) if self._weightless else ids
-
     def _offered(self, ids: Tensor, weights: Tensor, valid: Tensor | None) -> Tensor:
         """Return [tokens, k] bool, True for assignments of real tokens."""
         ids = self._assigned(ids, weights)
@@ -321,38 +309,26 @@ class CappedLayer:
     # -- statistics -------------------------------------------------------------------------------
 
     def stats(self) -> LayerStats:
-        """Return the counts so far; on an accelerator without peaks and gate mass."""
-        counted = self.loads.result()
-        if self.on_device is None:
-            return counted
-        before, after = self.on_device.loads.tolist()
-        forwards, capped, tokens = self.on_device.counts.tolist()
-        return replace(
-            counted,
-            forwards=forwards,
-            capped_forwards=capped,
-            tokens=tokens,
-            assignments=sum(before),
-            dropped=sum(before) - sum(after),
-            expert_loads_before=before,
-            expert_loads_after=after,
-        )
+        """Return the counts so far."""
+        return self.loads.result()
 
     def reset_stats(self) -> None:
         """Reset the counts: a warm-up's tokens are nobody's."""
         self.loads.reset()
         self.dropped_computed = 0
-        if self.on_device is not None:
-            self.on_device.loads.zero_()
-            self.on_device.counts.zero_()
 
 
-def _scoring_rule(router: Any) -> str | None:
-    """Return the name of the rule by which a router scores, None if it is not known.
+def slots_for(policy: CapacityPolicy, units: ExpertPlacement, k: int) -> int:
+    """Return the ids per token that a policy may need, 0 if it doesn't expand."""
+    if policy.expand is None or not policy.caps:
+        return 0
+    ids = torch.zeros((1, k), dtype=torch.int64)
+    inputs = RoutingInputs(topk_ids=ids, topk_weights=ids.float(), num_experts=units.num_experts)
+    return Budget(inputs, policy, units).slots
 
-    A selection bias and groups only decide which experts are chosen; renormalisation and scaling
-    come later.
-    """
-    if getattr(router, "custom_routing_function", None) is not None:
-        return None
-    return rule_named(getattr(router, "scoring_func", None))
+
+def widen(tensor: Tensor, slots: int, fill: float) -> Tensor:
+    """Return a copy [tokens, slots] of a tensor [tokens, k], with `fill` in the further slots."""
+    wide = tensor.new_full((tensor.shape[0], slots), fill)
+    wide[:, : tensor.shape[1]] = tensor
+    return wide

@@ -1,0 +1,1 @@
+"""Parts that engines which serve models share: settings, caps of layers and models, counters."""

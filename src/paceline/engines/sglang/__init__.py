@@ -1,0 +1,1 @@
+"""Token Drop inside SGLang, as a plugin that its processes load."""

@@ -1,0 +1,183 @@
+"""The plugin inside SGLang: counted below it, where experts are computed."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import ceil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from served_models import FAMILIES, dtype_of, make
+from sglang_runs import DEVICES, EXPERTS, HERE, K, Run, by_device, prompts, run
+
+PROMPTS = prompts(40, 17, 60)
+ALONE = [[prompt] for prompt in PROMPTS]
+UNBOUND = "capacity_factor=1000"
+
+
+def capacity(factor: str, tokens: int, hosted: int) -> int:
+    return ceil(Fraction(factor) * tokens * K * hosted / EXPERTS)
+
+
+@pytest.fixture(scope="session")
+def stock(qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """All prompts in a batch, then each alone, without the plugin."""
+    found = run(qwen, [PROMPTS, *ALONE], tmp_path_factory.mktemp("stock"))
+    assert found.status == 0, found.log
+    return found
+
+
+def test_a_cap_that_drops_nothing_changes_no_token(qwen: Path, stock: Run, tmp_path: Path) -> None:
+    found = run(qwen, [PROMPTS, *ALONE], tmp_path, {"policy": UNBOUND, "devices": str(DEVICES)})
+    assert found.status == 0, found.log
+    assert found.tokens == stock.tokens
+    assert found.forwards == stock.forwards
+    assert "paceline: 2 MoE layers on 4 devices: capacity_factor=1000.0" in found.log
+    assert "paceline: moe_forward_native: one row per kept slot" in found.log
+
+
+@pytest.mark.parametrize("factor", ["1", "0.5"])
+def test_no_device_gets_more_than_its_capacity(
+    qwen: Path, stock: Run, tmp_path: Path, factor: str
+) -> None:
+    """In the first layer, whose inputs are those of the stock engine, exactly the rest is gone."""
+    policy = {"policy": f"capacity_factor={factor},pool=batch", "devices": str(DEVICES)}
+    found = run(qwen, [PROMPTS], tmp_path, policy)
+    assert found.status == 0, found.log
+    (prefill,), (before, *_) = found.prefills(), stock.prefills()
+    tokens = sum(map(len, PROMPTS))
+    assert prefill["tokens"] == before["tokens"] == tokens
+    most = capacity(factor, tokens, EXPERTS // DEVICES)
+    for rows in prefill["rows"]:
+        assert by_device(rows).max() == most
+    expected = np.minimum(by_device(before["rows"][0]), most)
+    assert by_device(prefill["rows"][0]).tolist() == expected.tolist()
+    steps = [each for each in found.forwards[0] if each["mode"] == "DECODE"]
+    assert len(steps) == 3  # below min_expert_load: nothing is capped
+    assert all(sum(rows) == 3 * K for step in steps for rows in step["rows"])
+
+
+def test_with_the_radix_cache_every_request_has_a_budget_of_its_own(
+    qwen: Path, stock: Run, tmp_path: Path
+) -> None:
+    policy = {"policy": "capacity_factor=1,unit=expert,min_expert_load=1"}
+    found = run(qwen, [PROMPTS], tmp_path, policy, disable_radix_cache=False)
+    assert found.status == 0, found.log
+    assert "every request has a budget of its own" in found.log
+    (prefill,) = found.prefills()
+    alone = stock.prefills()[1:]
+    expected = np.zeros(EXPERTS, dtype=int)
+    for prompt, forward in zip(PROMPTS, alone, strict=True):
+        assert forward["requests"] == [len(prompt)]
+        expected += np.minimum(forward["rows"][0], capacity("1", len(prompt), 1))
+    assert prefill["rows"][0] == expected.tolist()
+
+
+def test_max_active_holds_in_decode_steps(qwen: Path, tmp_path: Path) -> None:
+    found = run(qwen, [PROMPTS], tmp_path, {"policy": "max_active=1", "devices": "2"}, 8)
+    assert found.status == 0, found.log
+    steps = [each for each in found.forwards[0] if each["mode"] == "DECODE"]
+    assert len(steps) == 7
+    for step in steps:
+        for rows in step["rows"]:
+            assert ((np.array(rows).reshape(2, 4) > 0).sum(1) <= 1).all()
+
+
+@pytest.mark.parametrize(
+    ("environment", "settings", "said"),
+    [
+        ({"policy": "capacity_factor=0"}, {}, "paceline: capacity_factor must be a number > 0"),
+        ({"plan": "/nowhere.toml"}, {}, "paceline: /nowhere.toml"),
+    ],
+)
+def test_a_bad_setting_stops_the_start_with_one_sentence(
+    qwen: Path, tmp_path: Path, environment: dict[str, str], settings: dict[str, str], said: str
+) -> None:
+    found = run(qwen, [PROMPTS], tmp_path, environment, **settings)
+    assert found.status != 0
+    assert said in found.log
+    assert "Load weight" not in found.log
+    assert not found.forwards
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("environment", "settings", "said"),
+    [
+        (
+            {"policy": "capacity_factor=1,pool=batch"},
+            {"disable_radix_cache": False},
+            "pool=batch with the radix cache lets one user's batch change",
+        ),
+        ({"policy": "capacity_factor=1,compensate=true"}, {}, "needs a calibration"),
+        ({"policy": "capacity_factor=1"}, {"enable_mixed_chunk": True}, None),
+        (
+            {"policy": "capacity_factor=1,phase=prefill"},
+            {"enable_mixed_chunk": True},
+            "phase=prefill needs to know which rows decode",
+        ),
+    ],
+)
+def test_what_the_engine_excludes_is_refused_by_name(
+    qwen: Path, tmp_path: Path, environment: dict[str, str], settings: dict[str, bool],
+    said: str | None,
+) -> None:  # fmt: skip
+    found = run(qwen, [PROMPTS], tmp_path, environment, **settings)
+    if said is None:
+        assert found.status == 0, found.log
+        return
+    assert found.status != 0
+    assert f"ValueError: paceline: {said}" in found.log
+    assert not found.tokens
+
+
+@pytest.mark.long
+def test_a_dense_model_is_refused(tmp_path: Path) -> None:
+    dense = Path(make("qwen3", tmp_path / "dense"))
+    found = run(dense, [PROMPTS], tmp_path / "run", {"policy": "capacity_factor=1"})
+    assert found.status != 0
+    assert "paceline: Qwen3ForCausalLM has no MoE layer that could be capped" in found.log
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen3_moe"])
+def test_other_families_are_as_stock_and_capped_exactly(family: str, tmp_path: Path) -> None:
+    model, dtype = Path(make(family, tmp_path / "model")), dtype_of(family)
+    stock = run(model, [PROMPTS], tmp_path / "stock", dtype=dtype)
+    if stock.status != 0:
+        pytest.skip(f"SGLang can't serve it here: {stock.log.strip().splitlines()[-1][:200]}")
+    unbound = run(model, [PROMPTS], tmp_path / "unbound", {"policy": UNBOUND}, dtype=dtype)
+    assert unbound.tokens == stock.tokens
+    assert unbound.forwards == stock.forwards
+    policy = {"policy": "capacity_factor=1,pool=batch", "devices": str(DEVICES)}
+    found = run(model, [PROMPTS], tmp_path / "capped", policy, dtype=dtype)
+    tokens = sum(map(len, PROMPTS))
+    most = capacity("1", tokens, EXPERTS // DEVICES)
+    (prefill,), (before,) = found.prefills(), stock.prefills()
+    expected = np.minimum(by_device(before["rows"][0]), most)
+    assert by_device(prefill["rows"][0]).tolist() == expected.tolist()
+    assert all(by_device(rows).max() <= most for rows in prefill["rows"])
+
+
+@pytest.mark.long
+def test_two_ranks_with_experts_of_their_own_are_one_process(
+    qwen: Path, stock: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
+    ranks = {"tp_size": 2, "ep_size": 2}
+    unbound = run(qwen, [PROMPTS], tmp_path / "unbound", {"policy": UNBOUND}, **ranks)
+    assert unbound.status == 0, unbound.log
+    assert unbound.tokens == stock.tokens[:1]
+    found = run(qwen, [PROMPTS], tmp_path / "capped", {"policy": "capacity_factor=1"}, **ranks)
+    assert found.status == 0, found.log
+    tokens = sum(map(len, PROMPTS))
+    most = capacity("1", tokens, EXPERTS // 2)
+    both = [found.prefills(rank)[0]["rows"][0] for rank in range(2)]
+    before = np.array(stock.prefills()[0]["rows"][0]).reshape(2, -1).sum(1)
+    assert [sum(rows) for rows in both] == np.minimum(before, most).tolist()
+
+
+def test_the_engine_is_thin() -> None:
+    folder = HERE.parents[2] / "src/paceline/engines/sglang"
+    assert sum(len(file.read_text().splitlines()) for file in folder.glob("*.py")) < 900
