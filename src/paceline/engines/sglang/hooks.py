@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from multiprocessing import parent_process
+from types import SimpleNamespace
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -10,10 +13,14 @@ from torch import Tensor
 
 from paceline.engines.serving.environment import read_settings
 from paceline.engines.serving.metrics import publisher_for
+from paceline.engines.serving.recording import recording_for
+from paceline.engines.sglang import control
 from paceline.engines.sglang.tokens import running
 
 _MOE = "sglang.srt.layers.moe"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+
+HTTP = "sglang.srt.entrypoints.http_server"
 
 _models: list[Any] = []
 """The `SglangModel` of this process, once its weights are loaded."""
@@ -23,6 +30,9 @@ def install() -> None:
     """Register all hooks; SGLang applies them after all plugins are loaded."""
     for target, (hook, kind) in HOOKS.items():
         HookRegistry.register(target, hook, kind)
+    if parent_process() is None:  # it may serve; workers need none of it
+        control.make_folder()
+        HookRegistry.register(f"{HTTP}._setup_and_run_http_server", _serve, HookType.BEFORE)
 
 
 def _loaded(_result: Any, runner: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -39,6 +49,13 @@ def _loaded(_result: Any, runner: Any, *_args: Any, **_kwargs: Any) -> None:
         model = SglangModel(runner, settings, get_parallel().tp_rank)
         runner.paceline = model
         runner.paceline_publisher = publisher_for(model)
+        layout = SimpleNamespace(
+            tensor_parallel_size=runner.server_args.tp_size,
+            pipeline_parallel_size=1,
+            data_parallel_size=1,
+        )
+        path = runner.server_args.model_path
+        runner.paceline_recording = recording_for(model, settings, path, layout, model.rank)
     except ValueError as error:  # SGLang's log doesn't say who raised it
         raise ValueError(f"paceline: {error}") from error
     _models[:] = [model]
@@ -70,6 +87,22 @@ def _native_experts(
     return run_kept(native, layer, x, topk_output, moe_runner_config)
 
 
+def _set_internal_state(stock: Any, scheduler: Any, request: Any) -> Any:
+    """Answer what the routes ask of this worker; SGLang sends the request to all of them."""
+    number = request.server_args.get(control.KEY)
+    if number is None:
+        return stock(scheduler, request)
+    from sglang.srt.managers.io_struct import SetInternalStateReqOutput
+
+    runner = scheduler.tp_worker.model_runner
+    return SetInternalStateReqOutput(updated=control.answer(runner, int(number)))
+
+
+def _serve(*_args: Any, **_kwargs: Any) -> None:
+    """Add the routes to SGLang's app before it serves."""
+    control.add_routes(sys.modules[HTTP])
+
+
 def _device_of_dispatch(get_device: Any, *args: Any) -> str:
     """Return the CPU where SGLang finds no accelerator: it fails to spread experts without."""
     try:
@@ -84,5 +117,9 @@ HOOKS = {
     f"{_MOE}.token_dispatcher.standard.get_device": (_device_of_dispatch, HookType.AROUND),
     f"{_RUNNER}.load_model": (_loaded, HookType.AFTER),
     f"{_RUNNER}.forward": (_forward, HookType.AROUND),
+    "sglang.srt.managers.scheduler.Scheduler.set_internal_state": (
+        _set_internal_state,
+        HookType.AROUND,
+    ),
 }
 """Part of SGLang -> hook and its kind."""

@@ -32,6 +32,8 @@ NEEDED: dict[str, Sequence[str]] = {
     "sglang.srt.layers.moe.token_dispatcher.standard:get_device": (),
     f"{_RUNNER}.load_model": ("self",),
     f"{_RUNNER}.forward": ("self", "forward_batch"),
+    "sglang.srt.managers.scheduler:Scheduler.set_internal_state": ("self", "recv_req"),
+    "sglang.srt.managers.io_struct:SetInternalStateReq": (),
 }
 """Part of SGLang, as `module:attribute` -> parameters that it must have."""
 

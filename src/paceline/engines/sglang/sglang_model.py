@@ -79,7 +79,6 @@ class SglangModel(CappedModel):
 
     engine = "paceline in SGLang"
     log = logging.getLogger("sglang.paceline")
-    change = "to change it restart the server with another policy"
 
     def __init__(self, runner: Any, settings: Settings, rank: int) -> None:
         self._args = runner.server_args

@@ -14,15 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from paceline.engines.serving.environment import (
-    ACCEPT_SHARED_BUDGET,
-    CALIBRATION,
-    DEVICES,
     MULTIPROCESS,
-    OBSERVE,
-    PLAN,
-    POLICY,
-    RECORD,
-    RECORD_CONTENT,
     read_settings,
 )
 from paceline.engines.sharing import shares_budget
@@ -66,39 +58,6 @@ def serve(model: str, extra: Sequence[str], environ: Mapping[str, str]) -> None:
 
     sys.argv = ["vllm", *flags]
     main()
-
-
-def plugin_environment(
-    policy: str | None = None,
-    devices: int | None = None,
-    plan: Path | None = None,
-    accept: bool = False,
-    record: Path | None = None,
-    content: str = "counts",
-    calibration: Path | None = None,
-) -> dict[str, str]:
-    """Return the environment variables that configure the plugin, checked.
-
-    Raises:
-        ValueError: if the policy, the plan or the devices are not allowed.
-
-    >>> plugin_environment("capacity_factor=1.25", 8)["PACELINE_DEVICES"]
-    '8'
-    """
-    if policy is None and plan is None:
-        policy = os.environ.get(POLICY) or (None if os.environ.get(PLAN) else OBSERVE)
-    given = {
-        POLICY: policy,
-        DEVICES: None if devices is None else str(devices),
-        PLAN: None if plan is None else str(plan.absolute()),
-        ACCEPT_SHARED_BUDGET: "1" if accept else None,
-        CALIBRATION: None if calibration is None else str(calibration.absolute()),
-        RECORD: None if record is None else str(record.absolute()),
-        RECORD_CONTENT: None if record is None else content,
-    }
-    environ = {name: value for name, value in given.items() if value is not None}
-    read_settings({**os.environ, **environ})
-    return environ
 
 
 def vllm_flags(model: str, extra: Sequence[str], environ: Mapping[str, str]) -> list[str]:

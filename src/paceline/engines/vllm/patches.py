@@ -24,11 +24,11 @@ from vllm.v1.worker.worker_base import WorkerBase
 from paceline.engines.serving.environment import read_settings
 from paceline.engines.serving.metrics import publisher_for
 from paceline.engines.serving.recording import recording_for
+from paceline.engines.serving.worker import METHODS
 from paceline.engines.vllm import stand_ins
 from paceline.engines.vllm.routers import capped_class, is_capped
 from paceline.engines.vllm.runners import slots_of
 from paceline.engines.vllm.vllm_model import VllmModel
-from paceline.traces.format import TraceError
 
 logger = logging.getLogger("vllm.paceline")
 
@@ -131,50 +131,8 @@ def _patch_workers() -> None:
     Worker.load_model = load_model
     Worker.compile_or_warm_up_model = compile_or_warm_up_model
     Worker.shutdown = finish_and_shutdown
-    for method in (
-        paceline_describe, paceline_check, paceline_set, paceline_recorded, paceline_stop_recording,
-    ):  # fmt: skip
+    for method in METHODS:
         setattr(WorkerBase, method.__name__, method)
-
-
-def paceline_describe(self: Any) -> dict[str, Any]:
-    """Return the policy in force in this worker and its counts, as `control.WorkerState`."""
-    return self.paceline.describe()  # type: ignore[no-any-return]
-
-
-def paceline_check(self: Any, text: str | None) -> str | None:
-    """Return the reason why this worker refuses a policy, None if it accepts it."""
-    capped = self.paceline
-    try:
-        capped.check_policies(capped.parse(text))
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def paceline_set(self: Any, text: str | None) -> dict[str, Any]:
-    """Put in force a policy that every worker accepts; return the state after it."""
-    capped = self.paceline
-    capped.set_policies(capped.parse(text), text)
-    logger.info("paceline: policy %s", text)
-    return self.paceline_describe()  # type: ignore[no-any-return]
-
-
-def paceline_recorded(self: Any) -> dict[str, Any] | None:
-    """Return the state of this worker's recording, None if it records nothing."""
-    recording = self.paceline_recording
-    return None if recording is None else recording.describe()
-
-
-def paceline_stop_recording(self: Any) -> dict[str, Any] | None:
-    """Finish this worker's trace, if it records one; an error is part of the answer."""
-    recording = self.paceline_recording
-    if recording is None:
-        return None
-    try:
-        return recording.stop()  # type: ignore[no-any-return]
-    except TraceError as error:
-        return {**recording.describe(), "error": str(error)}
 
 
 # -- the CPU build ---------------------------------------------------------------------------------
