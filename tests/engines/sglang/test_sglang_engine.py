@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from fractions import Fraction
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from served_models import FAMILIES, dtype_of, make
+from served_models import dtype_of, make
 from sglang_runs import DEVICES, EXPERTS, HERE, K, Run, by_device, prompts, run
 
 PROMPTS = prompts(40, 17, 60)
@@ -149,13 +148,12 @@ def test_a_dense_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen3_moe"])
+# not DeepSeek: SGLang's torch-native attention has no latent attention
+@pytest.mark.parametrize("family", ["olmoe", "mixtral", "qwen2_moe"])
 def test_other_families_are_as_stock_and_capped_exactly(family: str, tmp_path: Path) -> None:
     model, dtype = Path(make(family, tmp_path / "model")), dtype_of(family)
     stock = run(model, [PROMPTS], tmp_path / "stock", dtype=dtype)
-    if stock.status != 0:
-        raised = [line for line in stock.log.splitlines() if re.match(r"\w*Error: ", line)]
-        pytest.skip(f"SGLang can't serve it here: {raised[0][:300]}")
+    assert stock.status == 0, stock.log
     unbound = run(model, [PROMPTS], tmp_path / "unbound", {"policy": UNBOUND}, dtype=dtype)
     assert unbound.tokens == stock.tokens
     assert unbound.forwards == stock.forwards
@@ -199,6 +197,7 @@ def test_the_engine_is_thin() -> None:
         "capacity_factor=1,pool=batch,min_expert_load=0",
         "capacity_factor=0.5,pool=batch,unit=expert,min_expert_load=0",
         "capacity_factor=0.75,pool=request,min_expert_load=0",
+        "capacity_factor=0.75,pool=batch,min_expert_load=0,expand=all,expand_limit=2",
     ],
 )
 def test_three_engines_drop_the_same(qwen: Path, tmp_path: Path, policy: str) -> None:

@@ -20,6 +20,9 @@ from typing import Any
 import pytest
 from sglang_runs import HERE, prompts
 
+from paceline.traces import open_trace
+from paceline.traces.loads import trace_loads
+
 FLAGS = {
     "device": "cpu", "attention-backend": "torch_native", "sampling-backend": "pytorch",
     "mem-fraction-static": "0.2", "max-total-tokens": "8192", "dtype": "float32",
@@ -75,7 +78,8 @@ def server(qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
     flags = [part for name, value in FLAGS.items() for part in (f"--{name}", value)]
     command = [
         sys.executable, "-c", "from paceline.cli import main; main()", "serve", str(qwen),
-        "--engine", "sglang", "--policy", "capacity_factor=1000,pool=batch", "--devices", "4",
+        "--engine", "sglang", "--record", str(folder / "trace"), "--devices", "4",
+        "--policy", "capacity_factor=1000,pool=batch",
         "--port", str(port), "--api-key", "key", "--skip-tokenizer-init", "--skip-server-warmup",
         "--disable-cuda-graph", *flags,
     ]  # fmt: skip
@@ -197,3 +201,14 @@ def test_off_is_stock(server: Server) -> None:
     one.start()
     one.join()
     assert server.rows() - rows == (60 + 3) * 2 * 2
+
+
+def test_a_trace_has_what_the_routers_chose(server: Server) -> None:
+    """All assignments that were counted, whatever was dropped of them."""
+    assigned = server.ask("GET", "/paceline/policy")[1]["workers"][0]["assignments"]
+    status, state = server.ask("DELETE", "/paceline/record")
+    assert status == 200, state
+    assert state["traces"][0]["recording"] is False
+    loads = trace_loads(open_trace(str(server.folder / "trace")), 4)
+    assert sum(layer.assignments for layer in loads.layers) == assigned > 0
+    assert (server.folder / "trace").stat().st_mode & 0o077 == 0
