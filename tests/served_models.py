@@ -66,11 +66,11 @@ def dtype_of(family: str) -> str:
     return "bfloat16" if family.startswith("deepseek") else "float32"
 
 
-def make(family: str, folder: Path) -> str:
-    """Write a model of a family ("qwen3": a dense one) to `folder`; return its path."""
+def make(family: str, folder: Path, **changes: Any) -> str:
+    """Write a model of a family ("qwen3": a dense one), changed, to `folder`; return its path."""
     torch.manual_seed(0)
     own = FAMILIES.get(family, DENSE)
-    config = AutoConfig.for_model(family, **{**_COMMON, **own})
+    config = AutoConfig.for_model(family, **{**_COMMON, **own, **changes})
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -27,4 +27,5 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3-MoE: 2 layers of 8 experts, 2 per token."""
     from served_models import make
 
-    return Path(make("qwen3_moe", tmp_path_factory.mktemp("qwen")))
+    # as wide as SGLang needs it for two ranks: it pads the experts of others
+    return Path(make("qwen3_moe", tmp_path_factory.mktemp("qwen"), moe_intermediate_size=64))

@@ -26,8 +26,13 @@ if __name__ == "__main__":
     engine = sglang.Engine(model_path=asked["model"], **SETTINGS | asked["settings"])
     sampling = {"temperature": 0.0, "max_new_tokens": asked["new_tokens"], "ignore_eos": True}
     answers = [
-        engine.generate(input_ids=batch, sampling_params=sampling) for batch in asked["batches"]
+        engine.generate(input_ids=batch, sampling_params=sampling, return_logprob=True)
+        for batch in asked["batches"]
     ]
     tokens = [[answer["output_ids"] for answer in batch] for batch in answers]
-    Path(asked["out"]).write_text(json.dumps(tokens))
+    values = [
+        [[step[0] for step in answer["meta_info"]["output_token_logprobs"]] for answer in batch]
+        for batch in answers
+    ]
+    Path(asked["out"]).write_text(json.dumps([tokens, values]))
     engine.shutdown()

@@ -20,9 +20,10 @@ DEVICES, EXPERTS, K = 4, 8, 2
 
 @dataclass
 class Run:
-    """Tokens of every batch and prompt; forwards of every rank; and what was logged."""
+    """Tokens and their log probabilities, of every batch and prompt; forwards of every rank."""
 
     tokens: list[list[list[int]]]
+    values: list[list[list[float]]]
     forwards: list[list[dict[str, Any]]]
     log: str
     status: int
@@ -79,7 +80,7 @@ def run(
     tokens = folder / "tokens.json"
     files = sorted(folder.glob("counts-*"))
     return Run(
-        json.loads(tokens.read_text()) if tokens.exists() else [],
+        *(json.loads(tokens.read_text()) if tokens.exists() else ([], [])),
         [[json.loads(line) for line in file.read_text().splitlines()] for file in files],
         ran.stdout + ran.stderr,
         ran.returncode,

@@ -8,11 +8,17 @@ import sys
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from made_up_calibration import made_up
 from served_models import dtype_of, make
 from sglang_runs import DEVICES, EXPERTS, HERE, K, Run, by_device, prompts, run
+from transformers import AutoModelForCausalLM
+
+from paceline import attach
 
 PROMPTS = prompts(40, 17, 60)
 ALONE = [[prompt] for prompt in PROMPTS]
@@ -34,7 +40,7 @@ def stock(qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_a_cap_that_drops_nothing_changes_no_token(qwen: Path, stock: Run, tmp_path: Path) -> None:
     found = run(qwen, [PROMPTS, *ALONE], tmp_path, {"policy": UNBOUND, "devices": str(DEVICES)})
     assert found.status == 0, found.log
-    assert found.tokens == stock.tokens
+    assert (found.tokens, found.values) == (stock.tokens, stock.values)
     assert found.forwards == stock.forwards
     assert "paceline: 2 MoE layers on 4 devices: capacity_factor=1000.0" in found.log
     assert "paceline: moe_forward_native: one row per kept slot" in found.log
@@ -218,3 +224,75 @@ def test_three_engines_drop_the_same(qwen: Path, tmp_path: Path, policy: str) ->
     assert rows["transformers"] == rows["sglang"]
     assert rows["vllm"] == rows["sglang"]
     assert sum(map(sum, rows["sglang"])) < 2 * 3 * 48 * K
+
+
+LOW = "capacity_factor=0.5,min_expert_load=0,pool=batch"
+COMPENSATED = f"{LOW},compensate=true"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("policy", [LOW, COMPENSATED, f"{COMPENSATED},keep=contribution"])
+def test_answers_with_stand_ins_are_those_of_transformers(
+    qwen: Path, tmp_path: Path, policy: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32).eval()
+    calibration = made_up(model)
+    calibration.save(tmp_path / "calibration")
+    environment = {"policy": policy, "calibration": str(tmp_path / "calibration")}
+    settings: dict[str, Any] = {}
+    if ranks > 1:
+        monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
+        settings = {"tp_size": 2, "ep_size": 2}
+    else:
+        environment["devices"] = "2"
+    found = run(qwen, ALONE, tmp_path / "run", environment, 1, **settings)
+    assert found.status == 0, found.log
+    with attach(model, policy, placement=2, calibration=calibration), torch.no_grad():
+        for (prompt,), (tokens,), (values,) in zip(ALONE, found.tokens, found.values, strict=True):
+            best = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1).max(-1)
+            assert tokens == [int(best.indices)]
+            assert values[0] == pytest.approx(float(best.values), abs=1e-4)
+
+
+@pytest.mark.long
+def test_a_calibration_of_other_weights_is_refused(qwen: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32).eval()
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj[3] *= 1.5
+    made_up(model).save(tmp_path / "calibration")
+    environment = {"policy": COMPENSATED, "calibration": str(tmp_path / "calibration")}
+    found = run(qwen, [PROMPTS], tmp_path / "run", environment)
+    assert found.status != 0
+    assert "those of the experts of layer model.layers.1.mlp differ" in found.log
+
+
+@pytest.mark.long
+def test_in_bfloat16_nothing_changes_and_capacities_are_exact(qwen: Path, tmp_path: Path) -> None:
+    stock = run(qwen, [PROMPTS], tmp_path / "stock", dtype="bfloat16")
+    unbound = run(qwen, [PROMPTS], tmp_path / "unbound", {"policy": UNBOUND}, dtype="bfloat16")
+    assert (unbound.tokens, unbound.values) == (stock.tokens, stock.values)
+    policy = {"policy": "capacity_factor=1,pool=batch", "devices": str(DEVICES)}
+    found = run(qwen, [PROMPTS], tmp_path / "capped", policy, dtype="bfloat16")
+    most = capacity("1", sum(map(len, PROMPTS)), EXPERTS // DEVICES)
+    expected = np.minimum(by_device(stock.prefills()[0]["rows"][0]), most)
+    assert by_device(found.prefills()[0]["rows"][0]).tolist() == expected.tolist()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [{"tp_size": 2}, {"dp_size": 2}])
+def test_ranks_without_experts_of_their_own(
+    qwen: Path, stock: Run, tmp_path: Path, layout: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that split every expert decide alike; replicas each for its own requests."""
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
+    policy = {"policy": "capacity_factor=1,pool=batch,min_expert_load=0", "devices": str(DEVICES)}
+    found = run(qwen, ALONE, tmp_path, policy, **layout)
+    assert found.status == 0, found.log
+    seen = [each for rank in found.forwards for each in rank if each["mode"] == "EXTEND"]
+    assert len(seen) == len(ALONE) * layout.get("tp_size", 1)
+    alone = {each["tokens"]: each for each in stock.prefills()[1:]}
+    for each in seen:
+        most = capacity("1", each["tokens"], EXPERTS // DEVICES)
+        expected = np.minimum(by_device(alone[each["tokens"]]["rows"][0]), most)
+        assert by_device(each["rows"][0]).tolist() == expected.tolist()

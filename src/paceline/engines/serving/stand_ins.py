@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.stand_ins.calibration_file import LayerCalibration
 from paceline.stand_ins.compensation import Compensation
+from paceline.stand_ins.identity import expert_fingerprints, router_fingerprint
+
+
+def fingerprints(block: nn.Module | None, w13: Tensor, w2: Tensor) -> tuple[str | None, list[str]]:
+    """Return those of a layer's router, None if it isn't found, and of each expert of this worker.
+
+    Args:
+        block: MoE block of the model, with its router as `gate` or `router`.
+        w13: [experts, 2 x width, hidden], as it was loaded.
+        w2: [experts, hidden, width].
+    """
+    weights = nn.Module()  # with the names that Transformers uses
+    for name, weight in (("gate_up_proj", w13), ("down_proj", w2)):
+        setattr(weights, name, nn.Parameter(weight.data, requires_grad=False))
+    found = (getattr(block, name, None) for name in ("gate", "router"))
+    router = next((module for module in found if isinstance(module, nn.Module)), None)
+    experts = expert_fingerprints(weights, len(w13))
+    return None if router is None else router_fingerprint(router), experts
 
 
 class StandIns:

@@ -84,7 +84,8 @@ def _native_experts(
 ) -> Tensor:
     from paceline.engines.sglang.sglang_model import run_kept
 
-    return run_kept(native, layer, x, topk_output, moe_runner_config)
+    capped = _models[0].by_id.get(layer.layer_id) if _models and not layer.is_draft else None
+    return run_kept(native, layer, x, topk_output, moe_runner_config, capped)
 
 
 def _set_internal_state(stock: Any, scheduler: Any, request: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +24,14 @@ from paceline.engines.serving.environment import (
     Settings,
 )
 from paceline.engines.serving.kept_rows import run_pairs
+from paceline.engines.serving.stand_ins import StandIns, fingerprints
 from paceline.engines.sglang import tokens
 from paceline.engines.sharing import shares_budget, warn_of_shared_cache
 from paceline.placement import ExpertPlacement
 from paceline.policy import CapacityPolicy
 from paceline.settings import read_placement
+from paceline.stand_ins.calibration_file import Calibration
+from paceline.stand_ins.identity import LayerIdentity
 
 NOT_SUPPORTED = (
     "enable_dp_attention", "enable_two_batch_overlap", "enable_single_batch_overlap",
@@ -83,8 +87,6 @@ class SglangModel(CappedModel):
     def __init__(self, runner: Any, settings: Settings, rank: int) -> None:
         self._args = runner.server_args
         _check_engine(runner)
-        if settings.calibration_folder is not None:
-            raise ValueError(f"{CALIBRATION} is not supported in SGLang.")
         pairs = moe_layers(runner.model)
         if settings.plan is not None:
             experts, ks = [m.num_experts for _, m in pairs], [r.topk_config.top_k for r, _ in pairs]
@@ -94,6 +96,8 @@ class SglangModel(CappedModel):
         self.by_id = {pair[0].layer_id: own for pair, own in zip(pairs, layers, strict=True)}
         for router, experts in pairs:
             try_experts(experts, router.topk_config.top_k)
+        if settings.calibration_folder is not None:
+            _load_stand_ins(settings.calibration_folder, runner, pairs, layers)
         self.kernels = {"moe_forward_native": "one row per kept slot"}
         self.layers[0].warns = not self.accepted and rank == 0
         self.set_policies(self.start_policies())
@@ -170,13 +174,16 @@ def out_of_reach(router: Any, experts: Any) -> str | None:
     return None
 
 
-def run_kept(native: Any, layer: Any, x: Tensor, output: Any, config: Any) -> Tensor:
+def run_kept(
+    native: Any, layer: Any, x: Tensor, output: Any, config: Any, capped: CappedLayer | None = None
+) -> Tensor:
     """Run SGLang's native experts on the kept pairs alone; they know no dropped slots.
 
     Args:
         native: `moe_forward_native` as SGLang has it.
         x: [tokens, hidden].
         output: of the router, ids [tokens, k] negative where dropped or of another rank.
+        capped: whose stand-ins are added; None: none are.
     """
     made = torch.empty_like(x)
 
@@ -184,6 +191,8 @@ def run_kept(native: Any, layer: Any, x: Tensor, output: Any, config: Any) -> Te
         results.copy_(native(layer, hidden, StandardTopKOutput(weights, ids, None), config))
 
     run_pairs(experts, made, x, output.topk_weights, output.topk_ids, None)
+    if capped is not None and capped.stand_ins is not None:
+        capped.stand_ins.add(made, x)
     return made
 
 
@@ -250,6 +259,36 @@ def _capped(router: Any, experts: Any, index: int, settings: Settings) -> Sglang
     place = Ranks(experts.moe_ep_rank, ranks, 1, ranks > 1 or experts.moe_tp_rank == 0)
     shape = (name, router.topk_config.top_k, count)
     return SglangLayer(shape, index, given, place, _scoring_rule(router, experts))
+
+
+def _load_stand_ins(
+    folder: Path, runner: Any, pairs: list[tuple[Any, Any]], layers: list[SglangLayer]
+) -> None:
+    """Give every layer the stand-ins of its experts in this process.
+
+    Raises:
+        ValueError: if the calibration is of another model, or ranks split an expert.
+    """
+    calibration = Calibration.load(folder)
+    modules, identities, local = dict(runner.model.named_modules()), [], []
+    for number, (router, experts) in enumerate(pairs):
+        if experts.moe_tp_size > 1:
+            raise ValueError(f"{CALIBRATION} is not supported where ranks split experts.")
+        path = next(name for name, module in modules.items() if module is experts)
+        block = modules.get(path.rpartition(".")[0])
+        gate, prints = fingerprints(block, experts.w13_weight, experts.w2_weight)
+        if gate is None:
+            raise ValueError(f"{CALIBRATION} is not supported: the router of {path} was not found.")
+        first = experts.moe_ep_rank * experts.num_local_experts
+        local.append(list(range(first, first + experts.num_local_experts)))
+        known = calibration.layers[number].name if number < len(calibration.layers) else path
+        identities.append(LayerIdentity(
+            name=known, k=router.topk_config.top_k, num_experts=experts.num_experts, router=gate,
+            experts=dict(zip(local[-1], prints, strict=True)),
+        ))  # fmt: skip
+    calibration.check_model(type(runner.model).__name__, identities)
+    for layer, own, ids in zip(layers, calibration.layers, local, strict=True):
+        layer.stand_ins = StandIns(own, ids, runner.dtype)
 
 
 def _scoring_rule(router: Any, experts: Any) -> str | None:

@@ -11,9 +11,9 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.model_loader import base_loader
 
 from paceline.engines.serving.environment import CALIBRATION, read_settings
-from paceline.engines.serving.stand_ins import StandIns
+from paceline.engines.serving.stand_ins import StandIns, fingerprints
 from paceline.stand_ins.calibration_file import Calibration
-from paceline.stand_ins.identity import LayerIdentity, expert_fingerprints, router_fingerprint
+from paceline.stand_ins.identity import LayerIdentity
 
 
 def keep_fingerprints() -> None:
@@ -34,15 +34,9 @@ def keep_fingerprints() -> None:
 
 def _fingerprints(model: nn.Module, runner: Any) -> tuple[str | None, list[str]]:
     """Return those of the router, None if it isn't found, and of each expert of this worker."""
-    weights = nn.Module()  # with the names that Transformers uses
-    for name, own in (("gate_up_proj", "w13_weight"), ("down_proj", "w2_weight")):
-        weight = getattr(runner.routed_experts, own).data
-        setattr(weights, name, nn.Parameter(weight, requires_grad=False))
     block = dict(model.named_modules()).get(runner.layer_name.rpartition(".")[0])
-    found = (getattr(block, name, None) for name in ("gate", "router"))
-    router = next((module for module in found if isinstance(module, nn.Module)), None)
-    experts = expert_fingerprints(weights, len(runner.routed_experts.w13_weight))
-    return None if router is None else router_fingerprint(router), experts
+    experts = runner.routed_experts
+    return fingerprints(block, experts.w13_weight, experts.w2_weight)
 
 
 def load_stand_ins(folder: Path, runners: list[Any], config: Any) -> list[StandIns]:
