@@ -37,6 +37,7 @@ from paceline.cli.tune_ladder import (
     LADDER,
     PAGE,
     PLAN,
+    base_policy,
     check_model,
     choose_factors,
     climb,
@@ -178,7 +179,9 @@ def tune(
             check_new(force, out=path)
 
     caps = _caps(policy or []) if only is Stage.stand_ins else []
-    base = _base(policy or [], bound, only) if only in (None, Stage.factors) else None
+    base = None
+    if only in (None, Stage.factors):
+        base = base_policy(policy or [], bound, alone=only is not None)
     if decode and base is not None:
         base.replace(max_active=1)  # refused before the work
     traffic = None if trace is None else read_trace(trace)
@@ -371,32 +374,3 @@ def _show(result: Mapping[str, Any]) -> None:
     tokens = sum(text["tokens"] for text in result["texts"])
     print_lines([*lines, *result["warnings"], f"{tokens:,} tokens."])
     print_end([path for path in (result["calibration"], result["plan"]) if path is not None])
-
-
-# -- factors by layer ------------------------------------------------------------------------------
-
-
-def _base(texts: list[str], bound: float | None, only: Stage | None) -> CapacityPolicy:
-    """Return the policy of every layer, with the bound as its factor where there is one.
-
-    Raises:
-        ValueError: if there are several policies, or a factor is missing or given twice.
-    """
-    from paceline.evaluation.layer_factors import bound_of
-    from paceline.policy import CapacityPolicy
-
-    if len(texts) > 1:
-        raise ValueError(f"--policy must be given once to choose factors, got {len(texts)}.")
-    if only is not None and not texts and bound is None:
-        raise ValueError("--only factors needs --bound, the mean factor over layers.")
-    base = CapacityPolicy.parse(texts[0]) if texts else CapacityPolicy()
-    if not texts and only is None:
-        base = CapacityPolicy(keep="contribution", compensate=True)
-    if only is None and base.capacity_factor is not None:
-        raise ValueError(f"--policy {texts[0]} must have no factor: --bound is that of a rung.")
-    if bound is not None:
-        if base.capacity_factor not in (None, bound):
-            raise ValueError(f"--policy {texts[0]} and --bound {bound} must have the same factor.")
-        base = base.replace(capacity_factor=bound)
-    bound_of(base if base.capacity_factor is not None or only else base.replace(capacity_factor=1))
-    return base

@@ -296,6 +296,36 @@ def relative(folder: Path, out: Path) -> str:
 # -- factors alone ---------------------------------------------------------------------------------
 
 
+def base_policy(texts: list[str], bound: float | None, alone: bool) -> CapacityPolicy:
+    """Return the policy of every layer, with the bound as its factor where there is one.
+
+    Args:
+        texts: of --policy.
+        alone: True if factors are chosen and nothing else.
+
+    Raises:
+        ValueError: if there are several policies, or a factor is missing or given twice.
+    """
+    from paceline.evaluation.layer_factors import bound_of
+    from paceline.policy import CapacityPolicy
+
+    if len(texts) > 1:
+        raise ValueError(f"--policy must be given once to choose factors, got {len(texts)}.")
+    if alone and not texts and bound is None:
+        raise ValueError("--only factors needs --bound, the mean factor over layers.")
+    base = CapacityPolicy.parse(texts[0]) if texts else CapacityPolicy()
+    if not texts and not alone:
+        base = CapacityPolicy(keep="contribution", compensate=True)
+    if not alone and base.capacity_factor is not None:
+        raise ValueError(f"--policy {texts[0]} must have no factor: --bound is that of a rung.")
+    if bound is not None:
+        if base.capacity_factor not in (None, bound):
+            raise ValueError(f"--policy {texts[0]} and --bound {bound} must have the same factor.")
+        base = base.replace(capacity_factor=bound)
+    bound_of(base if base.capacity_factor is not None or alone else base.replace(capacity_factor=1))
+    return base
+
+
 def choose_factors(
     network: Any, tokenizer: Any, texts: dict[str, str], sampling: Any, base: CapacityPolicy,
     places: Plan, fitted: Calibration | None, folder: Path | None, out: Path,
