@@ -92,7 +92,7 @@ def main() -> None:
 
 def untied(folder: Path) -> str:
     """Write the embedded model as vLLM reads it; its folder."""
-    from paceline.engines.vllm.command import untied_demo
+    from paceline.engines.serving.demo_model import untied_demo
 
     return untied_demo(folder)
 

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from paceline.cli.app import app
-from paceline.engines.serving import environment
+from paceline.engines.serving import demo_model, environment
 from paceline.engines.vllm import command
 
 
@@ -55,7 +55,7 @@ def test_the_demo_model_has_an_output_layer_for_vllm(tmp_path: Path) -> None:
 
     tied, tokenizer = load_model()
     untied = AutoModelForCausalLM.from_pretrained(
-        command.untied_demo(tmp_path), dtype=torch.float32, local_files_only=True
+        demo_model.untied_demo(tmp_path), dtype=torch.float32, local_files_only=True
     )
     ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
     with torch.no_grad():

