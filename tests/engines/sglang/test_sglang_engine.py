@@ -18,7 +18,7 @@ from served_models import dtype_of, make
 from sglang_runs import DEVICES, EXPERTS, HERE, K, Run, by_device, prompts, run
 from transformers import AutoModelForCausalLM
 
-from paceline import attach
+from paceline import CapacityPolicy, ExpertPlacement, Plan, attach
 
 PROMPTS = prompts(40, 17, 60)
 ALONE = [[prompt] for prompt in PROMPTS]
@@ -296,3 +296,42 @@ def test_ranks_without_experts_of_their_own(
         most = capacity("1", each["tokens"], EXPERTS // DEVICES)
         expected = np.minimum(by_device(alone[each["tokens"]]["rows"][0]), most)
         assert by_device(each["rows"][0]).tolist() == expected.tolist()
+
+
+@pytest.mark.long
+def test_a_plan_has_a_policy_and_a_placement_for_each_layer(
+    qwen: Path, stock: Run, tmp_path: Path
+) -> None:
+    """Experts of the first layer lie in another order; the second one caps experts."""
+    order = [0, 1, 2, 3, 3, 2, 1, 0]
+    Plan(
+        policies=(
+            CapacityPolicy(capacity_factor=1, pool="batch"),
+            CapacityPolicy(capacity_factor=0.5, unit="expert", pool="batch"),
+        ),
+        placements=(ExpertPlacement.explicit(order), ExpertPlacement.contiguous(8, 4)),
+    ).save(tmp_path / "plan.toml")
+    found = run(qwen, [PROMPTS], tmp_path / "run", {"plan": str(tmp_path / "plan.toml")})
+    assert found.status == 0, found.log
+    tokens = sum(map(len, PROMPTS))
+    first, second = found.prefills()[0]["rows"]
+    before = np.bincount(order, stock.prefills()[0]["rows"][0], minlength=DEVICES)
+    expected = np.minimum(before, capacity("1", tokens, 2))
+    assert np.bincount(order, first, minlength=DEVICES).tolist() == expected.tolist()
+    assert max(second) == capacity("0.5", tokens, 1)
+
+
+@pytest.mark.long
+def test_a_prompt_in_chunks_has_a_budget_in_each(qwen: Path, tmp_path: Path) -> None:
+    chunks = {"chunked_prefill_size": 32, "max_prefill_tokens": 64}
+    policy = {"policy": "capacity_factor=1,unit=expert,pool=request,min_expert_load=0"}
+    (prompt,) = prompts(90)
+    stock = run(qwen, [[prompt]], tmp_path / "stock", **chunks)
+    found = run(qwen, [[prompt]], tmp_path / "capped", policy, **chunks)
+    assert found.status == 0, found.log
+    sizes = [each["tokens"] for each in found.prefills()]
+    assert sizes == [each["tokens"] for each in stock.prefills()] == [32, 32, 26]
+    for size, before, after in zip(sizes, stock.prefills(), found.prefills(), strict=True):
+        assert max(map(max, after["rows"])) == capacity("1", size, 1)
+        expected = np.minimum(before["rows"][0], capacity("1", size, 1))
+        assert after["rows"][0] == expected.tolist()

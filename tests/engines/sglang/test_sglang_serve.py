@@ -121,6 +121,7 @@ def test_the_state_is_told(server: Server) -> None:
         ({"policy": "capacity_factor=1,compensate=true"}, "needs a calibration"),
         ({"policy": "capacity_factor=1,pool=source"}, "pool=source needs"),
         ({}, "one of policy and rung must be given"),
+        ({"policy": "capacity_factor=1", "more": 1}, "more: Extra inputs are not permitted"),
         ({"rung": "1"}, "rung must be of a ladder.json"),
     ],
 )
