@@ -44,6 +44,18 @@ def test_without_a_setting_nothing_is_registered(monkeypatch: pytest.MonkeyPatch
     assert not registered
 
 
+@pytest.mark.parametrize("number", [3, -1, 2.5, float("nan"), float("inf"), 1e300])
+def test_a_number_under_which_nothing_is_asked_does_nothing(
+    number: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may call SGLang's /set_internal_state can send any number."""
+    monkeypatch.setenv(control.FOLDER, str(tmp_path))
+    assert control.answer(SimpleNamespace(), number) is False
+    monkeypatch.delenv(control.FOLDER)
+    assert control.answer(SimpleNamespace(), number) is False
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_worker_that_fails_answers_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception there would end the server."""
     monkeypatch.setenv(control.FOLDER, str(tmp_path))

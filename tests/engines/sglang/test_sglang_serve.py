@@ -134,6 +134,13 @@ def test_a_refusal_is_one_sentence_and_changes_nothing(
     assert server.ask("GET", "/paceline/policy")[1]["policy"] == "capacity_factor=1000.0"
 
 
+def test_numbers_of_nobody_do_no_harm(server: Server) -> None:
+    for number in (123456, -1, 0.5):
+        body = {"server_args": {"paceline": number}}
+        assert server.ask("POST", "/set_internal_state", body) == (200, [False])
+    assert server.ask("GET", "/paceline/policy")[0] == 200
+
+
 def test_a_key_is_needed(server: Server) -> None:
     request = urllib.request.Request(f"http://127.0.0.1:{server.port}/paceline/policy")
     with pytest.raises(urllib.error.HTTPError, match="401"):

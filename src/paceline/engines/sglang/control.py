@@ -40,20 +40,26 @@ def make_folder() -> None:
     atexit.register(remove)
 
 
-def answer(worker: Any, number: int) -> bool:
+def answer(worker: Any, number: float) -> bool:
     """Answer what is asked under a number, in a file of this worker's own.
 
     Args:
         worker: SGLang's ModelRunner, with `paceline` and `paceline_recording`.
+
+    Returns:
+        False if the worker failed, or nothing is asked: anybody may send a number to SGLang.
     """
-    folder = Path(os.environ[FOLDER])
-    asked = json.loads((folder / f"{number}.json").read_text(encoding="utf-8"))
+    folder = Path(os.environ.get(FOLDER, ""))
+    try:
+        asked = json.loads((folder / f"{int(number)}.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, OverflowError):
+        return False
     method = next(method for method in METHODS if method.__name__ == asked["method"])
     try:
         found = {"answer": method(worker, *asked["args"])}
     except Exception as error:  # it would end the server
         found = {"failed": f"{type(error).__name__}: {error}"}
-    write_text(folder / f"{number}-{os.getpid()}.json", json.dumps(found), private=True)
+    write_text(folder / f"{int(number)}-{os.getpid()}.json", json.dumps(found), private=True)
     return "answer" in found
 
 

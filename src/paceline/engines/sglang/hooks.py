@@ -96,7 +96,7 @@ def _set_internal_state(stock: Any, scheduler: Any, request: Any) -> Any:
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
     runner = scheduler.tp_worker.model_runner
-    return SetInternalStateReqOutput(updated=control.answer(runner, int(number)))
+    return SetInternalStateReqOutput(updated=control.answer(runner, number))
 
 
 def _serve(*_args: Any, **_kwargs: Any) -> None:
