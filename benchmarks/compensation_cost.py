@@ -23,7 +23,7 @@ from decode_models import random_model, random_stand_ins
 from torch import Tensor
 
 from paceline import attach
-from paceline.bench.timing import ratios, turns
+from paceline.bench.timing import keep_freed_memory, ratios, turns
 from paceline.bench.workload import SHAPES
 from paceline.calibration.layer_fit import RIDGE_EXPERTS, fit_layer
 from paceline.calibration.rows import Rows, Seen
@@ -132,6 +132,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     data: dict[str, Any] = {"schema": "paceline-compensation-cost/1", "threads": options.threads}
+    data["freed_memory_kept"] = keep_freed_memory()  # as `paceline tune` does
     if options.only != "layer":
         data["fit"] = time_fit(options.experts)
         print(to_json(data["fit"]), flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.calibration.fit import (
@@ -17,6 +17,7 @@ from paceline.calibration.fit import (
     fit,
     merged,
     no_stand_in,
+    without,
 )
 
 
@@ -150,6 +151,67 @@ def test_moments_of_parts_are_those_of_all_rows(seed: int, sizes: list[int]) -> 
         assert got.yy == pytest.approx(float((weight @ b**2).sum()))
         np.testing.assert_allclose(got.xx, (a.T * weight) @ a, atol=1e-9)
         np.testing.assert_allclose(got.xy, (a.T * weight) @ b, atol=1e-9)
+
+
+@pytest.mark.parametrize("exact", [EXACT, 0])
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.integers(0, 10**6), st.lists(st.integers(0, 30), min_size=2, max_size=5))
+def test_moments_without_a_part_are_those_of_the_others(
+    exact: int, monkeypatch: pytest.MonkeyPatch, seed: int, sizes: list[int]
+) -> None:
+    monkeypatch.setattr("paceline.calibration.fit.EXACT", exact)
+    x, y = (torch.tensor(t) for t in rows(seed, sum(sizes), 4))
+    parts = [Moments.of(*part) for part in zip(x.split(sizes), y.split(sizes), strict=True)]
+    want, got = merged(parts[1:]), without(merged(parts), parts[0])
+    close = {"rtol": 1e-4, "atol": 1e-3} if exact == 0 else {"rtol": 1e-9, "atol": 1e-9}
+    if got is None:
+        assert 0 in (parts[0].rows, want.rows) or want.rows == 1
+        return
+    assert got.rows == want.rows
+    for name in ("weight", "mean", "bias", "xx", "xy", "yy"):
+        np.testing.assert_allclose(getattr(got, name), getattr(want, name), **close)
+
+
+def test_a_difference_that_would_be_rounding_is_not_taken() -> None:
+    """Rows of one value each are constant, however unlike the others are."""
+    same, others = torch.full((40, 3), 0.1), torch.randn(40, 3) * 1e6
+    parts = [Moments.of(others, others), Moments.of(same, same)]
+    assert without(merged(parts), parts[0]) is None
+
+
+@pytest.mark.parametrize("exact", [EXACT, 0])
+def test_rows_that_are_all_alike_have_no_stand_in(
+    exact: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.calibration.fit.EXACT", exact)
+    x = torch.full((1000, 8), 0.1)
+    assert fitted(x, torch.randn(1000, 8), 2, 0.1).rank == 0
+    assert fitted(torch.randn(1000, 8), x, 2, 0.1).rank == 0
+
+
+def test_float32_fits_like_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With inputs of which few directions matter, so that the penalty is all there is elsewhere."""
+    x = torch.randn(3000, 12) @ torch.randn(12, 96) * 30 + 5 + 0.01 * torch.randn(3000, 96)
+    y = torch.tanh(x @ torch.randn(96, 96) / 300)
+    left = []
+    for exact, precise in ((EXACT, True), (0, True), (0, False)):
+        monkeypatch.setattr("paceline.calibration.fit.EXACT", exact)
+        found = fit(Moments.of(x, y), 8, 1e-3, exact=precise)
+        left.append(float((y - found(x.to(found.up)).float()).square().sum()))
+    assert left[1:] == pytest.approx([left[0]] * 2, rel=1e-3)
+
+
+def test_products_too_coarse_for_float32_are_factored_in_float64(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = torch.randn(400, 2) @ torch.randn(2, 64) * 1e3
+    seen = Moments.of(x, x)
+    monkeypatch.setattr("paceline.calibration.fit.EXACT", 0)
+    found = fit(seen, 2, 1e-9, exact=False)
+    assert found.rank == 2
+    assert float((x - found(x.double())).norm() / x.norm()) < 1e-2
 
 
 def test_distances_are_in_units_of_the_rows_fitted_to() -> None:

@@ -23,11 +23,13 @@ CHUNK = 4096
 """Rows multiplied at once."""
 
 EXACT = 1024
-"""Hidden size up to which products are taken in float64; beyond it in float32, summed in float64.
+"""Hidden size up to which all is computed in float64.
 
-On two cores a [2048, 2048] product of 4,096 rows takes half as long so, and its error is far
-below the smallest ridge penalty.
+Beyond it products are taken in float32 and summed in float64, which takes half as long; their error
+is far below the smallest ridge penalty. So are the fits that only judge others.
 """
+
+_BLOCK = 512  # columns of a symmetric product computed at once
 
 ROWS_PER_RANK = 8
 """Rows an expert must have per rank of its stand-in."""
@@ -39,7 +41,10 @@ _SMALLEST_VALUE = 1e-3  # of the largest; below it, values don't matter
 
 _SMALLEST = 1e-12  # of the largest energy of a direction; below it, it is noise
 
-_ROUNDING = 1e-14  # relative error of a mean: smaller differences are rounding
+_LITTLE = 1e-6  # share of the rows' weight or energy below which a difference is rounding
+
+_ROUNDING = {torch.float64: 1e-14, torch.float32: 1e-6}
+"""Relative error of a mean: smaller differences are rounding."""
 
 ITERATIONS = 4
 """Iterations of the subspace; half of them tell ridges apart."""
@@ -117,16 +122,52 @@ def merged(parts: Iterable[Moments]) -> Moments:
     return reduce(_merge, parts)
 
 
+def without(whole: Moments, part: Moments) -> Moments | None:
+    """Take a part of the rows out again; None if so little is left that it would be rounding.
+
+    >>> rows = [torch.tensor([[1.0]]), torch.tensor([[3.0]]), torch.tensor([[7.0]])]
+    >>> parts = [Moments.of(part, part) for part in rows]
+    >>> without(merged(parts), parts[2]).xx.tolist()
+    [[2.0]]
+    """
+    rows, weight = whole.rows - part.rows, whole.weight - part.weight
+    if part.rows == 0 or rows <= 0 or weight < _LITTLE * whole.weight:
+        return None
+    mean = whole.mean + (whole.mean - part.mean) * (part.weight / weight)
+    bias = whole.bias + (whole.bias - part.bias) * (part.weight / weight)
+    x, y, between = part.mean - mean, part.bias - bias, weight * part.weight / whole.weight
+    xx = (whole.xx - part.xx).addr_(x, x, alpha=-between)
+    yy = whole.yy - part.yy - between * float(y.square().sum())
+    if xx.trace() < _LITTLE * whole.xx.trace() or yy < _LITTLE * whole.yy:
+        return None
+    xy = (whole.xy - part.xy).addr_(x, y, alpha=-between)
+    return Moments(rows, weight, mean, bias, xx, xy, yy)
+
+
+def _dtype(hidden: int) -> torch.dtype:
+    """Return the type of products of rows, and of fits that only judge others."""
+    return torch.float32 if hidden > EXACT else torch.float64
+
+
 def _of_chunk(x: Tensor, y: Tensor, weight: Tensor) -> Moments:
-    x, y, weight = x.double(), y.double(), weight.double()
+    x, y, weight = (t.to(_dtype(x.shape[1])) for t in (x, y, weight))
     total = float(weight.sum())
     mean, bias = (weight @ t / total for t in (x, y))
     root = weight.sqrt().unsqueeze(1)
-    x, y = (x - mean) * root, (y - bias) * root
-    yy = float(y.square().sum())
-    if x.shape[1] > EXACT:
-        x, y = x.float(), y.float()
-    return Moments(len(x), total, mean, bias, (x.T @ x).double(), (x.T @ y).double(), yy)
+    x, y = (x - mean).mul_(root), (y - bias).mul_(root)
+    xx, xy, yy = _gram(x), (x.T @ y).double(), float(y.square().sum())
+    return Moments(len(x), total, mean.double(), bias.double(), xx, xy, yy)
+
+
+def _gram(x: Tensor) -> Tensor:
+    """Return x' x in float64; of its two equal halves only one is computed."""
+    hidden = x.shape[1]
+    out = x.new_empty(hidden, hidden, dtype=torch.float64)
+    for start in range(0, hidden, _BLOCK):
+        end = start + _BLOCK
+        out[start:, start:end] = x[:, start:].T @ x[:, start:end]
+        out[start:end, end:] = out[end:, start:end].T
+    return out
 
 
 def _merge(a: Moments, b: Moments) -> Moments:
@@ -175,7 +216,13 @@ class StandInFit:
         return self.bias + (x - self.mean) @ self.down.T @ self.up.T
 
 
-def fit(moments: Moments, rank: int, ridge: float, iterations: int = ITERATIONS) -> StandInFit:
+def fit(
+    moments: Moments,
+    rank: int,
+    ridge: float,
+    iterations: int = ITERATIONS,
+    exact: bool = True,
+) -> StandInFit:
     """Fit the stand-in of at most this rank.
 
     Args:
@@ -184,6 +231,7 @@ def fit(moments: Moments, rank: int, ridge: float, iterations: int = ITERATIONS)
             with fewer than that.
         ridge: penalty, relative to the mean variance of an input.
         iterations: of the subspace.
+        exact: solve in float64 whatever the hidden size; else as `EXACT` says.
 
     Raises:
         ValueError: if the rank isn't a whole number >= 1, or the ridge not positive.
@@ -199,12 +247,13 @@ def fit(moments: Moments, rank: int, ridge: float, iterations: int = ITERATIONS)
     rank = min(rank, moments.rows // ROWS_PER_RANK, hidden)
     if rank == 0 or _constant(float(moments.xx.trace()), moments.mean, moments.weight):
         return no_stand_in(hidden)
-    penalized = moments.xx.clone()
-    penalized.diagonal().add_(ridge * float(moments.xx.trace()) / hidden)
-    factor = torch.linalg.cholesky(penalized)
     # iterations correct each other: for large sizes they run in float32, the last product exactly
-    rough = torch.float32 if hidden > EXACT else torch.float64
-    rough_xy, rough_factor = moments.xy.to(rough), factor.to(rough)
+    rough = _dtype(hidden)
+    last = torch.float64 if exact else rough
+    factor = _factor(moments.xx, ridge * float(moments.xx.trace()) / hidden, last)
+    last = factor.dtype
+    xx, xy = moments.xx.to(last), moments.xy.to(last)
+    rough_xy, rough_factor = xy.to(rough), factor.to(rough)
 
     def explained(directions: Tensor, xy: Tensor, factor: Tensor) -> Tensor:
         """Multiply by xy' (xx + penalty)^-1 xy, with the outputs' directions as eigenvectors."""
@@ -215,17 +264,18 @@ def fit(moments: Moments, rank: int, ridge: float, iterations: int = ITERATIONS)
     block = torch.randn(hidden, width, generator=random, dtype=torch.float64).to(rough_xy)
     for _ in range(iterations):
         block = torch.linalg.qr(explained(block, rough_xy, rough_factor)).Q
-    if rough is torch.float32:
-        block = torch.linalg.qr(block.double()).Q
-    energy, turn = torch.linalg.eigh(block.T @ explained(block, moments.xy, factor))
+    if rough is not last:
+        block = torch.linalg.qr(block.to(last)).Q
+    energy, turn = torch.linalg.eigh(block.T @ explained(block, xy, factor))
     floor = max(float(energy[-1]) * _SMALLEST, _floor(moments.bias, moments.weight, moments.yy))
     up = block @ turn[:, -rank:][:, energy[-rank:] > floor]
     if up.shape[1] == 0:  # equal outputs depend on nothing
         return no_stand_in(hidden)
-    down = torch.cholesky_solve(moments.xy @ up, factor).T
-    variance, axes = torch.linalg.eigh(down @ moments.xx @ down.T / moments.weight)
+    down = torch.cholesky_solve(xy @ up, factor).T
+    variance, axes = torch.linalg.eigh(down @ xx @ down.T / moments.weight)
     scale = variance.clamp(min=float(variance[-1]) * _SMALLEST).sqrt()
-    return StandInFit(moments.bias, up @ axes * scale, (axes / scale).T @ down, moments.mean)
+    up, down = up @ axes * scale, (axes / scale).T @ down
+    return StandInFit(moments.bias, up.double(), down.double(), moments.mean)
 
 
 def fit_log(moments: Moments, x: Tensor, values: Tensor, weight: Tensor) -> tuple[float, Tensor]:
@@ -248,7 +298,8 @@ def fit_log(moments: Moments, x: Tensor, values: Tensor, weight: Tensor) -> tupl
     (3.0, 2.0)
     """
     known = torch.isfinite(values) & torch.isfinite(x).all(1)
-    x, values, weight = x[known].double(), values[known].double(), weight[known].double()
+    dtype = _dtype(len(moments.mean))
+    x, values, weight = x[known].to(dtype), values[known].double(), weight[known].double()
     slope = torch.zeros(len(moments.mean), dtype=torch.float64)
     if len(x) == 0:
         return 0.0, slope
@@ -257,12 +308,22 @@ def fit_log(moments: Moments, x: Tensor, values: Tensor, weight: Tensor) -> tupl
     constant = float(weight @ log / weight.sum())
     spread = float(moments.xx.trace())
     if not _constant(spread, moments.mean, moments.weight):
-        penalized = moments.xx.clone()
-        penalized.diagonal().add_(LOG_RIDGE * spread / len(slope))
-        towards = (x - moments.mean).T @ (weight * (log - constant))
-        factor = torch.linalg.cholesky(penalized)
-        slope = torch.cholesky_solve(towards.unsqueeze(1), factor).squeeze(1)
+        factor = _factor(moments.xx, LOG_RIDGE * spread / len(slope), dtype)
+        towards = (x - moments.mean.to(dtype)).T @ (weight * (log - constant)).to(dtype)
+        slope = torch.cholesky_solve(towards.unsqueeze(1).to(factor), factor).squeeze(1).double()
     return constant, slope
+
+
+def _factor(xx: Tensor, penalty: float, dtype: torch.dtype) -> Tensor:
+    """Return the Cholesky factor of xx + penalty; in float64 where `dtype` is too coarse for it."""
+    penalized = xx.to(dtype, copy=True)
+    penalized.diagonal().add_(penalty)
+    factor, failed = torch.linalg.cholesky_ex(penalized)
+    if not failed:
+        return factor
+    if dtype is torch.float64:
+        raise ValueError("products of rows must be finite and positive semidefinite")
+    return _factor(xx, penalty, torch.float64)
 
 
 def no_stand_in(hidden: int) -> StandInFit:
@@ -277,7 +338,7 @@ def no_stand_in(hidden: int) -> StandInFit:
 
 def _floor(mean: Tensor, weight: float, spread: float) -> float:
     """Return the energy that rounding of the means alone causes."""
-    return _ROUNDING**2 * (spread + weight * float(mean.square().sum()))
+    return _ROUNDING[_dtype(len(mean))] ** 2 * (spread + weight * float(mean.square().sum()))
 
 
 def _constant(spread: float, mean: Tensor, weight: float) -> bool:

@@ -16,6 +16,7 @@ from paceline.calibration.fit import (
     fit_log,
     merged,
     no_stand_in,
+    without,
 )
 from paceline.calibration.rows import CAPS, ExpertRows, Rows, drop_weights
 from paceline.placement import ExpertPlacement
@@ -85,9 +86,9 @@ def fit_layer(
         whole = merged(parts)
         energy[:, expert] = _by_text(seen.y, seen, texts)
         found = fit(whole, rank, ridge)
-        for out, rest in _each_left_out(parts):
-            these = _rows_of(seen, out)
-            left[:, expert] += _by_text(_left(these, fit(rest, rank, ridge)), these, texts)
+        for out, rest in _each_left_out(parts, whole):
+            these, judged = _rows_of(seen, out), fit(rest, rank, ridge, exact=False)
+            left[:, expert] += _by_text(_left(these, judged), these, texts)
         # a stand-in that leaves more of rows it hasn't seen than dropping does is none
         if found.rank == 0 or left[:, expert].sum() >= energy[:, expert].sum():
             left[:, expert], found = energy[:, expert], no_stand_in(hidden)
@@ -128,7 +129,7 @@ def _expected(rows: Rows, rank: int, ridge: float, step: Callable[[], None]) -> 
     for expert in range(rows.layer.num_experts):
         seen = rows.of(expert, ROUGH_ROWS)
         whole = Moments.of(seen.x, seen.y, seen.weight)
-        left = _left(seen, fit(whole, rank, ridge)).norm(dim=1)
+        left = _left(seen, fit(whole, rank, ridge, exact=False)).norm(dim=1)
         constant, slope = fit_log(whole, seen.x, left, seen.weight)
         chosen, x = rows.ids == expert, rows.inputs(expert).float()
         norms = (constant + (x - whole.mean.float()) @ slope.float()).exp()
@@ -144,10 +145,11 @@ def _best_ridge(rows: Rows, rank: int) -> float:
     left = torch.zeros(len(RIDGES), dtype=torch.float64)
     for expert in (index * count // some for index in range(some)):
         seen = rows.of(expert)
-        for out, rest in _each_left_out(_moments(seen)):
+        parts = _moments(seen)
+        for out, rest in _each_left_out(parts, merged(parts)):
             these = _rows_of(seen, out)
             for index, ridge in enumerate(RIDGES):
-                found = fit(rest, rank, ridge, ITERATIONS // 2)
+                found = fit(rest, rank, ridge, ITERATIONS // 2, exact=False)
                 left[index] += _by_text(_left(these, found), these, 1 << 16).sum()
     return RIDGES[int(left.argmin())]
 
@@ -158,10 +160,10 @@ def _moments(seen: ExpertRows) -> list[Moments]:
     return [Moments.of(part.x, part.y, part.weight) for part in parts]
 
 
-def _each_left_out(parts: list[Moments]) -> list[tuple[int, Moments]]:
-    """Pair every part that has rows with the others merged."""
+def _each_left_out(parts: list[Moments], whole: Moments) -> list[tuple[int, Moments]]:
+    """Pair every part that has rows with the moments of all others."""
     return [
-        (out, merged(part for number, part in enumerate(parts) if number != out))
+        (out, without(whole, own) or merged(parts[:out] + parts[out + 1 :]))
         for out, own in enumerate(parts)
         if own.rows
     ]

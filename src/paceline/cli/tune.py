@@ -149,6 +149,7 @@ def tune(
         raise ValueError("--only placement needs --devices, on which experts are to be placed.")
 
     from paceline.batches import Sampling, make_batches
+    from paceline.bench.timing import keep_freed_memory
     from paceline.calibration.collect import FOLDER, calibrate
     from paceline.calibration.rows import CAPS
     from paceline.calibration.scripts import scripts_left_out
@@ -202,6 +203,7 @@ def tune(
     result: dict[str, Any] = {}
     with continued_by_same_command(), writing() as write:
         if fits:
+            keep_freed_memory()  # a fifth of the fit of a wide layer would be page faults
             with progress() as tell:
                 fitted = fit = calibrate(
                     network,

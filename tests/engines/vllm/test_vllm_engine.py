@@ -366,6 +366,32 @@ def test_speculated_tokens_are_capped_with_the_others(tmp_path: Path) -> None:
             assert policy != "max_active=1" or max(used) == 1
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("draft", ["qwen3", "olmoe"])
+def test_a_draft_model_is_left_alone(draft: str, tmp_path: Path) -> None:
+    """Answers as without it, and its rows, if it has experts, are neither capped nor counted."""
+    folder, asked = make("olmoe", tmp_path / "model"), prompts()[:6]
+    plain = [tokens for tokens, _ in answers(capped_engine(folder).llm, 12, asked)]
+    config = {"method": "draft_model", "model": make(draft, tmp_path / "draft")}
+    capped = capped_engine(folder, speculative_config={**config, "num_speculative_tokens": 3})
+    own = len(capped.model.layers)
+    assert own == 2
+    for policy in (None, UNBOUND):
+        capped.set(policy)
+        assert [tokens for tokens, _ in answers(capped.llm, 12, asked)] == plain
+    for policy in ("capacity_factor=1.0,min_expert_load=0", "max_active=1"):
+        capped.set(policy)
+        before = capped.model.describe()
+        kernel_rows.CALLS.clear()
+        answers(capped.llm, 12, asked)
+        after = capped.model.describe()
+        dropped, offered = (after[n] - before[n] for n in ("dropped", "assignments"))
+        assert dropped > 0
+        of_draft = kernel_rows.rows() - (offered - dropped)
+        # it reads every prompt, and then a token at a time
+        assert of_draft == 0 if draft == "qwen3" else of_draft >= own * K * sum(LENGTHS[:6])
+
+
 def test_a_dense_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"paceline: .* has no MoE layer"):
         capped_engine(make("qwen3", tmp_path))
