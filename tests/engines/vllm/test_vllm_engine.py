@@ -14,6 +14,7 @@ import pytest
 import torch
 from oracle import route_oracle
 from served_models import FAMILIES, dtype_of, make
+from vllm import SamplingParams
 from vllm_engines import (
     DEVICES,
     EXPERTS,
@@ -390,6 +391,46 @@ def test_a_draft_model_is_left_alone(draft: str, tmp_path: Path) -> None:
         of_draft = kernel_rows.rows() - (offered - dropped)
         # it reads every prompt, and then a token at a time
         assert of_draft == 0 if draft == "qwen3" else of_draft >= own * K * sum(LENGTHS[:6])
+
+
+@pytest.mark.long
+def test_chunks_preemption_and_aborts_leave_counts_exact(tmp_path: Path) -> None:
+    """A full server: prompts in chunks beside decode, too little cache, requests that go away."""
+    folder = make("olmoe", tmp_path)
+    plain = [tokens for tokens, _ in answers(capped_engine(folder).llm, 24)]
+    room = {"max_num_batched_tokens": 96, "block_size": 32, "num_gpu_blocks_override": 17}
+    capped = capped_engine(folder, **room)
+    engine = capped.llm.llm_engine
+    scheduler = engine.engine_core.engine_core.scheduler
+    preempt, preempted = scheduler._preempt_request, list[str]()
+
+    def noted(request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.request_id)
+        return preempt(request, *args, **kwargs)
+
+    scheduler._preempt_request = noted
+    for policy in (None, UNBOUND):
+        capped.set(policy)
+        assert [tokens for tokens, _ in answers(capped.llm, 24)] == plain
+    assert preempted
+    preempted.clear()
+    for policy in ("capacity_factor=1.0,min_expert_load=0", "capacity_factor=1,pool=request"):
+        capped.set(policy)
+        before = capped.model.describe()
+        kernel_rows.CALLS.clear()
+        sampling = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+        for number, prompt in enumerate(prompts()):
+            engine.add_request(str(number), prompt, sampling)
+        engine.step()
+        engine.abort_request(["1", "3"])  # one of 97 tokens and one of 200, in their first chunks
+        finished = []
+        while engine.has_unfinished_requests():
+            finished += [out.request_id for out in engine.step() if out.finished]
+        after = capped.model.describe()
+        dropped, offered = (after[n] - before[n] for n in ("dropped", "assignments"))
+        assert 0 < dropped == offered - kernel_rows.rows()
+        assert len(finished) == len(LENGTHS) - 2
+    assert preempted
 
 
 def test_a_dense_model_is_refused(tmp_path: Path) -> None:
