@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 import vllm._custom_ops  # noqa: F401  # registers the kernel
-from torch.library import Library, get_kernel
+from torch import library as torch_library
 from vllm.platforms import current_platform
 
 current_platform.import_kernels()
-_KERNEL = get_kernel(torch.ops._C.cpu_fused_moe.default, "CPU")
-_LIBRARY = Library("_C", "IMPL")
+_TYPELESS: Any = torch_library  # its classes have no types
+_KERNEL = _TYPELESS.get_kernel(torch.ops._C.cpu_fused_moe.default, "CPU")
+_LIBRARY = _TYPELESS.Library("_C", "IMPL")
 _CALLS: list[tuple[float, int]] = []
 
 

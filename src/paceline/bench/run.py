@@ -27,6 +27,7 @@ from paceline.bench.model_timing import (
     serve_emulated,
     serve_on_ranks,
 )
+from paceline.bench.patterns import Pattern, pattern_workloads
 from paceline.bench.timing import prepare_machine
 from paceline.bench.workload import (
     Shape,
@@ -108,6 +109,7 @@ def bench_layer(
     plan: Plan | None = None,
     peak_to_mean: float = 2.0,
     shares_batch: bool = False,
+    pattern: Pattern | None = None,
     trace: Path | None = None,
     layer: int = 0,
     model: Any = None,
@@ -124,6 +126,7 @@ def bench_layer(
         rounds: of measurement.
         plan: the layer's placement, else as many devices as the shape names, and one more policy.
         shares_batch: True if all devices hold the same tokens.
+        pattern: of a synthetic routing with exact loads.
         model: to take a layer of, with its own weights and routing on `text_ids` [batch, length].
         progress: called after each policy of each round.
 
@@ -153,12 +156,18 @@ def bench_layer(
         placement = placement_of(plan, layer, shape, ranks if real else None)
         count = placement.num_devices
         sources = [0] if shares_batch else [rank] if real else range(count)
-        loads = [
-            trace_workload(trace, shape, layer, tokens, offset=source * tokens)
-            if trace is not None
-            else skewed_workload(shape, tokens, peak_to_mean, placement, seed=source)
-            for source in sources
-        ]
+        if pattern is not None:
+            every = pattern_workloads(
+                pattern, shape, tokens, peak_to_mean, placement, 1 if shares_batch else count
+            )
+            loads = [every[source] for source in sources]
+        else:
+            loads = [
+                trace_workload(trace, shape, layer, tokens, offset=source * tokens)
+                if trace is not None
+                else skewed_workload(shape, tokens, peak_to_mean, placement, seed=source)
+                for source in sources
+            ]
         experts = build_experts(shape, placement.sizes[rank] if real else shape.experts, seed=rank)
     load = loads[0]
     if real:

@@ -318,6 +318,7 @@ def _factor(xx: Tensor, penalty: float, dtype: torch.dtype) -> Tensor:
     """Return the Cholesky factor of xx + penalty; in float64 where `dtype` is too coarse for it."""
     penalized = xx.to(dtype, copy=True)
     penalized.diagonal().add_(penalty)
+    factor: Tensor
     factor, failed = torch.linalg.cholesky_ex(penalized)
     if not failed:
         return factor

@@ -67,6 +67,10 @@ def bench_layer_verb(
         Path | None, typer.Option(help="Recorded routing: a trace of any known format.")
     ] = None,
     layer: Annotated[int, typer.Option(min=0, help="Layer of the model or trace.")] = 0,
+    workload: Annotated[
+        str | None,
+        typer.Option(help="Synthetic routing with exact loads: W0 to W7; W6:2 for another step."),
+    ] = None,
     policy: options.Policies = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each device.")] = 512,
     peak_to_mean: Annotated[
@@ -89,19 +93,27 @@ def bench_layer_verb(
     Run directly, one process plays all devices in turn and nothing is sent: emulated devices. Under
     torchrun every rank is a device.
 
+    Workloads (Megatron-LM#7488): W0 balanced, W1 hot experts, W2 a hot device, W3 hot experts
+    spread over the devices, W4 sources of unequal size, W5 experts and a device without load, W6 a
+    hot device that moves at every step, W7 a burst in every fourth step (W7:3).
+
     \b
     Examples:
       paceline bench layer --shape olmoe --peak-to-mean 2.5
       paceline bench layer --model demo --text prose --layer 2 --devices 8
+      paceline bench layer --workload W2 --peak-to-mean 1.8
       torchrun --nproc-per-node 2 -m paceline bench layer --shape small --peak-to-mean 1.5
     """
+    from paceline.bench.patterns import named_pattern
     from paceline.bench.run import bench_layer
     from paceline.bench.workload import named_shape
 
     if batch not in ("own", "shared"):
         raise ValueError(f"--batch must be own or shared, got {batch}.")
-    if model is not None and trace is not None:
-        raise ValueError("--model and --trace both name a routing: give one of them.")
+    routings = {"model": model, "trace": trace, "workload": workload}
+    given = [f"--{name}" for name, value in routings.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} name a routing each: give one of them.")
     if text and model is None:
         raise ValueError("--text needs --model, which it runs through.")
     check_writable(out=out, html=html)
@@ -121,6 +133,7 @@ def bench_layer_verb(
             plan=chosen,
             peak_to_mean=peak_to_mean,
             shares_batch=batch == "shared",
+            pattern=None if workload is None else named_pattern(workload),
             trace=trace,
             layer=layer,
             model=loaded,
