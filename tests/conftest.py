@@ -1,8 +1,9 @@
-"""Settings every test shares: hypothesis profiles, and Triton without a GPU."""
+"""Settings every test shares: hypothesis profiles, Triton without a GPU, and all cores."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -31,3 +32,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker("property")
+
+
+@pytest.fixture(autouse=True)
+def unpinned() -> Iterator[None]:
+    """Undo what a benchmark does to the process: other tests would share its one core."""
+    threads = torch.get_num_threads()
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    yield
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+    if cores is not None and os.sched_getaffinity(0) != cores:
+        os.sched_setaffinity(0, cores)
