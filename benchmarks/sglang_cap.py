@@ -34,7 +34,7 @@ from paceline.system_info import system_info
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "sglang_cap.json"
-STUB = HERE.parent / "tests" / "engines" / "sglang" / "site"  # where torchvision is missing
+STUB = HERE.parent / "tests" / "engines" / "sglang" / "stubs"  # where torchvision is missing
 PROMPTS, LENGTH = 8, 256
 POLICIES = {
     "off": None,

@@ -59,7 +59,7 @@ def run(
     """
     folder.mkdir(parents=True, exist_ok=True)
     own = {f"PACELINE_{name.upper()}": value for name, value in (environment or {}).items()}
-    path = os.pathsep.join([str(HERE / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(HERE / "stubs"), *filter(None, [os.environ.get("PYTHONPATH")])])
     counts = {"PACELINE_TEST_COUNTS": str(folder / "counts")}
     asked = {
         "model": str(model),

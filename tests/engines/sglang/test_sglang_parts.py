@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from sglang_runs import HERE
 
-sys.path.insert(0, str(HERE / "site"))  # torchvision, which SGLang imports
+sys.path.insert(0, str(HERE / "stubs"))  # torchvision, which SGLang imports
 
 from paceline.engines.sglang import control, hooks, plugin
 

@@ -70,7 +70,7 @@ def server(qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    path = os.pathsep.join([str(HERE / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(HERE / "stubs"), *filter(None, [os.environ.get("PYTHONPATH")])])
     environ = {
         **os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1",
         "PACELINE_TEST_COUNTS": str(folder / "counts"),

@@ -1,0 +1,1 @@
+"""Operators of vision models; none."""
